@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ulysses/contract/capability.h"
+#include "ulysses/contract/policy.h"
+
+namespace ulysses::contract {
+
+// What a rank knows about one tensor without touching its data.
+struct TensorSpec {
+  std::vector<int64_t> sizes;  // [B, S_local, H, D]
+  std::string dtype;           // "float32", "bfloat16", "int64", …
+  std::string device;          // "cpu", "cuda:0"
+  bool is_floating = true;
+  bool requires_grad = false;
+};
+
+// What a SequenceLayout tells the operation; absent when the caller gave none.
+struct LayoutSpec {
+  std::vector<int64_t> lengths;         // real tokens per rank
+  std::vector<int64_t> padded_lengths;  // rows per rank
+  std::optional<int64_t> cp_rank;       // the rank that the layout was made for
+  std::string order = "contiguous";
+  bool operator==(const LayoutSpec&) const = default;
+};
+
+// One call of the operation on one rank, complete and free of torch: everything that can differ between ranks and
+// every rule is decided from this before the first collective.
+struct AttentionSpec {
+  std::string op = "ulysses_attention";
+  UlyssesContextParallelPolicy policy;
+  TensorSpec q, k, v;
+
+  int64_t cp_rank = 0;
+  int64_t cp_size = 1;                        // size of the group
+  std::optional<int64_t> requested_cp_size;   // the caller's cp_size argument
+  std::optional<LayoutSpec> layout;
+  std::optional<LayoutSpec> kv_layout;
+
+  std::string strategy = "ulysses";
+  std::string kernel = "auto";
+  std::string agreement = "auto";
+  std::string qkv_format = "bshd";
+  std::string kv_role = "sharded";
+  std::string causal_alignment = "top_left";
+  std::string outer = "ring";
+  bool is_causal = false;
+  bool return_lse = false;
+  std::optional<double> softmax_scale;
+  std::vector<Feature> requested;             // features asked for by arguments that no field above describes
+
+  std::vector<std::string> known_kernels;     // filled by the caller: registries live above this layer
+  std::vector<std::string> known_backends;
+  std::vector<std::string> backend_supports;  // AttendCall fields that the backend declares
+};
+
+// Every feature that the call uses, from its fields and `requested`; the operation's refusals are read from the
+// capability table for exactly these.
+std::vector<Feature> features_of(const AttentionSpec& spec);
+
+// All violated rules of a call, in the order of their ids; empty if the call is legal.
+std::vector<base::Problem> check_attention(const AttentionSpec& spec);
+
+}  // namespace ulysses::contract

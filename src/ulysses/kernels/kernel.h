@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace ulysses::kernels {
+
+// What a local attention call needs from a kernel, free of data: the choice of a kernel is a pure function of this.
+struct KernelNeed {
+  std::string device = "cpu";  // "cpu" or "cuda"
+  std::string dtype = "float32";
+  int64_t head_dim = 0;
+  int64_t v_head_dim = 0;
+  int64_t num_q_per_kv = 1;
+  bool is_causal = false;
+  bool backward = false;
+};
+
+struct KernelOptions {
+  bool is_causal = false;      // row i sees keys ≤ i (top-left); only ever called with Sq = Skv
+  double softmax_scale = 1.0;
+};
+
+struct KernelOutput {
+  at::Tensor out;  // [B, Sq, h, D_v]
+  at::Tensor lse;  // [B, h, Sq], natural log, float32 (float64 for float64 inputs)
+};
+
+struct KernelGrads {
+  at::Tensor dq, dk, dv;  // like q, k, v
+};
+
+// A local attention kernel over whole, non-empty heads.
+// Shapes:  q [B, Sq, h, D], k [B, Skv, h_kv, D], v [B, Skv, h_kv, D_v], any strides; h % h_kv == 0, GQA native.
+// Comm:    none.
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual std::string_view name() const = 0;
+  // Why this kernel cannot serve the need, with what it accepts; nullopt if it can.
+  virtual std::optional<std::string> refusal(const KernelNeed& need) const = 0;
+  virtual KernelOutput forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const KernelOptions& options) const = 0;
+  // With the *global* out and lse the result over one block of keys is that block's additive part.
+  virtual KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                               const KernelOptions& options) const = 0;
+};
+
+// All kernels, in the order in which "auto" tries them.
+std::span<const Kernel* const> all_kernels();
+const Kernel* find_kernel(std::string_view name);  // nullptr if unknown
+
+// "auto" or a name → the kernel, or nullptr with the reasons in `why`.
+const Kernel* select_kernel(std::string_view name, const KernelNeed& need, std::span<const Kernel* const> kernels,
+                            std::string* why);
+
+}  // namespace ulysses::kernels

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace ulysses::transports {
+
+inline constexpr std::string_view kThreadBackendName = "ulysses_threads";
+
+class ThreadHub;
+
+// W ranks as threads of one process: the embedded default, for tests, notebooks and C++ programs. CPU only.
+// Each rank's group is an ordinary c10d::ProcessGroup with all_to_all (with splits and in list form), all_gather,
+// reduce_scatter, all_reduce, broadcast, send/recv and barrier, registered with c10d under a name of its own, so that
+// an op that takes a group name finds it.
+// Every wait ends: with the data, with CP062 after `timeout` naming the ranks that never came, or with CP062 naming
+// the rank that raised. Ranks that call different collectives get CP062 naming both. After abort() the world is dead.
+class ThreadWorld {
+ public:
+  explicit ThreadWorld(int64_t world_size, std::chrono::milliseconds timeout = std::chrono::seconds(20));
+  ~ThreadWorld();
+  ThreadWorld(const ThreadWorld&) = delete;
+  ThreadWorld& operator=(const ThreadWorld&) = delete;
+
+  int64_t size() const;
+  c10::intrusive_ptr<c10d::ProcessGroup> group(int64_t rank) const;
+  // A rank failed: every other rank's current and next wait raises an error that names it and the reason.
+  void abort(int64_t rank, const std::string& reason);
+
+ private:
+  std::shared_ptr<ThreadHub> hub_;
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
+};
+
+// Runs fn(rank, group) on world_size threads and joins them. Each rank gets max(1, cores / world_size) intra-op
+// threads; the caller's setting is restored. If a rank throws, the others are unblocked and the first cause is
+// rethrown (not the errors that it made others raise).
+using RankFunction = std::function<void(int64_t rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group)>;
+void run_ranks(int64_t world_size, const RankFunction& fn,
+               std::chrono::milliseconds timeout = std::chrono::seconds(20));
+
+}  // namespace ulysses::transports
