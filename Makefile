@@ -1,0 +1,78 @@
+# `make demo` and `make test` do all the set-up by themselves. TORCH_VERSION, TORCH_INDEX_URL, PYTHON3 and JOBS may be set.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := build
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+CMAKE := $(BIN)/cmake
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# So that another checkout of the same sources finds what this one compiled.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+
+CONFIGURE = $(CMAKE) --preset $@ --log-level=WARNING -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
+CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.h')
+CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
+PYTHON_DIRS = python tests examples scripts
+
+.PHONY: setup build demo demo-cpp test test-fast lint format docs clean core dev asan tsan
+
+setup:
+	@scripts/setup.sh
+
+core: setup
+	@$(CONFIGURE)
+	@$(CMAKE) --build --preset core -j $(JOBS)
+
+dev: setup
+	@$(CONFIGURE)
+	@$(CMAKE) --build --preset dev -j $(JOBS)
+
+asan tsan: setup
+	@$(CONFIGURE)
+	@$(CMAKE) --build --preset $@ -j $(JOBS)
+
+build: dev
+	@scripts/link_dev.sh build/dev/python
+
+demo: build
+	@$(BIN)/ulysses demo --output demo-out
+
+demo-cpp: build
+	@$(CMAKE) --build --preset dev -j $(JOBS) --target demo-cpp
+	@build/dev/examples/cpp/demo-cpp
+
+# One configuration after the other: each is wide enough for the machine.
+test: build
+	@$(MAKE) asan
+	@$(MAKE) tsan
+	@$(BIN)/python -m pytest
+
+test-fast: build
+	@$(BIN)/python -m pytest -m "not sanitizer and not slow"
+
+lint: setup
+	@scripts/check_layers.py
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	@$(BIN)/ruff check --quiet $(PYTHON_DIRS)
+	@$(BIN)/ruff format --check --quiet $(PYTHON_DIRS)
+	@$(BIN)/mypy --no-error-summary python/ulysses_attention
+	@$(CMAKE) --preset core --log-level=WARNING -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
+	@printf '%s\n' $(CORE_FILES) | xargs -P $(JOBS) -n 4 clang-tidy -p build/core --quiet 2>/dev/null
+	@echo "lint: ok"
+
+format: setup
+	@$(BIN)/clang-format -i $(CPP_FILES)
+	@$(BIN)/ruff check --fix --quiet $(PYTHON_DIRS)
+	@$(BIN)/ruff format --quiet $(PYTHON_DIRS)
+
+docs: build
+	@$(BIN)/ulysses guide > build/guide.md && mv build/guide.md docs/guide.md
+	@$(BIN)/ulysses guide --errors > build/errors.md && mv build/errors.md docs/errors.md
+
+clean:
+	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,54 @@
+"""Runs the C++ test programs: one item per suite in the dev build, one per program in the sanitizer builds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+DEV_PROGRAMS = ("core_tests", "ulysses_tests", "flipped_tests")
+
+
+def program_path(preset: str, name: str) -> Path:
+    """Where a preset's build leaves a test program."""
+    return BUILD / preset / "tests" / "cpp" / name
+
+
+def suites(name: str) -> list[str]:
+    """The suites that a program of the dev build lists, or [""] if it isn't built: then its item fails."""
+    path = program_path("dev", name)
+    if not path.exists():
+        return [""]
+    listing = subprocess.run(
+        [path, "--gtest_list_tests"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    # A suite stands at the start of a line and ends with a dot; a parametrized one is followed by a comment.
+    return [line.split()[0].rstrip(".") for line in listing.splitlines() if line.split("#")[0].rstrip().endswith(".")]
+
+
+def run(path: Path, *arguments: str, **environment: str) -> None:
+    """Runs a test program; its output is the message when it fails or when it ran nothing."""
+    assert path.exists(), f"{path} is missing: run `make test`"
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert "[  PASSED  ]" in done.stdout and "[  PASSED  ] 0 tests" not in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize(("program", "suite"), [(name, suite) for name in DEV_PROGRAMS for suite in suites(name)])
+def test_cpp_suite(program: str, suite: str) -> None:
+    run(program_path("dev", program), f"--gtest_filter={suite}.*")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("preset", ["asan", "tsan"])
+def test_cpp_suite_is_clean_under(preset: str) -> None:
+    run(
+        program_path(preset, "ulysses_tests"),
+        ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1",
+        UBSAN_OPTIONS="print_stacktrace=1",
+        TSAN_OPTIONS="second_deadlock_stack=1",
+    )
