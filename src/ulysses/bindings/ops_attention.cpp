@@ -57,7 +57,8 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
 // The plan of the forward again, from what its ops saved.
 AttentionPlan saved_plan(const contract::AttentionOptions& options, const OpCall& call, const at::Tensor& saved_lengths,
                          const std::vector<int64_t>& sizes) {
-  contract::AttentionSpec spec{options};
+  contract::AttentionSpec spec;
+  static_cast<contract::AttentionOptions&>(spec) = options;
   spec.cp_rank = call.cp_rank;
   spec.cp_size = call.cp_size;
   if (!spec.kv_layout) spec.kv_layout = spec.layout;

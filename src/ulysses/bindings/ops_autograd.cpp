@@ -109,7 +109,7 @@ template <c10::DeviceType device>
 std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                       ULYSSES_CALL_PARAMETERS) {
   static const auto op = find_op<Attention>("ulysses::attention");
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::get_autocast_dispatch_key_from_device_type(device));
+  const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto cast = [](const at::Tensor& tensor) {
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
   };

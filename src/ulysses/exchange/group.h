@@ -18,6 +18,9 @@ namespace ulysses::exchange {
 class Group {
  public:
   explicit Group(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  Group(const Group&);
+  Group& operator=(const Group&);
+  ~Group();
   static Group resolve(const std::string& group_name);  // CP063 if no such group is registered
 
   int64_t rank() const;

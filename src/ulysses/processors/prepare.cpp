@@ -29,7 +29,8 @@ std::vector<base::Problem> all_problems(const AttentionSpec& spec, const Ulysses
 
 AttentionSpec describe(const strategy::Qkv& qkv, const Group& group, const contract::AttentionOptions& options,
                        const UlyssesAttentionProcessor& backend, int64_t requires_grad_mask) {
-  AttentionSpec spec{options};
+  AttentionSpec spec;
+  static_cast<contract::AttentionOptions&>(spec) = options;
   if (!spec.kv_layout) spec.kv_layout = spec.layout;
   spec.q = tensor_spec(qkv.q, (requires_grad_mask & 1) != 0);
   spec.k = tensor_spec(qkv.k, (requires_grad_mask & 2) != 0);
