@@ -28,19 +28,12 @@ struct LayoutSpec {
   bool operator==(const LayoutSpec&) const = default;
 };
 
-// One call of the operation on one rank, complete and free of torch: everything that can differ between ranks and
-// every rule is decided from this before the first collective.
-struct AttentionSpec {
-  std::string op = "ulysses_attention";
+// What the caller chose, apart from tensors and group. Named as in the public call.
+struct AttentionOptions {
   UlyssesContextParallelPolicy policy;
-  TensorSpec q, k, v;
-
-  int64_t cp_rank = 0;
-  int64_t cp_size = 1;                        // size of the group
-  std::optional<int64_t> requested_cp_size;   // the caller's cp_size argument
+  std::optional<int64_t> requested_cp_size;  // the caller's cp_size argument
   std::optional<LayoutSpec> layout;
-  std::optional<LayoutSpec> kv_layout;
-
+  std::optional<LayoutSpec> kv_layout;       // defaults to layout
   std::string strategy = "ulysses";
   std::string kernel = "auto";
   std::string agreement = "auto";
@@ -50,8 +43,17 @@ struct AttentionSpec {
   std::string outer = "ring";
   bool is_causal = false;
   bool return_lse = false;
-  std::optional<double> softmax_scale;
-  std::vector<Feature> requested;             // features asked for by arguments that no field above describes
+  std::optional<double> softmax_scale;       // default 1 / sqrt(D)
+  std::vector<Feature> requested;            // features asked for by arguments that no field above describes
+};
+
+// One call of the operation on one rank, complete and free of torch: everything that can differ between ranks and
+// every rule is decided from this before the first collective.
+struct AttentionSpec : AttentionOptions {
+  std::string op = "ulysses_attention";
+  TensorSpec q, k, v;
+  int64_t cp_rank = 0;
+  int64_t cp_size = 1;                        // size of the group
 
   std::vector<std::string> known_kernels;     // filled by the caller: registries live above this layer
   std::vector<std::string> known_backends;

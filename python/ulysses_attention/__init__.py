@@ -1,0 +1,38 @@
+"""Context-parallel attention, right for every length and head count, from one policy.
+
+One call: `ulysses_attention(q, k, v, cp_group)`. One base class for backends: `UlyssesAttentionProcessor`. One policy:
+`UlyssesContextParallelPolicy`. The guide: `ulysses guide`.
+"""
+
+from ulysses_attention._load import __version__, load_core
+
+load_core()
+
+from ulysses_attention.attention import ulysses_attention  # noqa: E402
+from ulysses_attention.check import check_attention  # noqa: E402
+from ulysses_attention.launch import run_processes  # noqa: E402
+from ulysses_attention.layout import SequenceLayout  # noqa: E402
+from ulysses_attention.policy import UlyssesContextParallelPolicy  # noqa: E402
+from ulysses_attention.processor import (  # noqa: E402
+    AttendCall,
+    UlyssesAttentionProcessor,
+    backends,
+    register_backend,
+    unregister_backend,
+)
+from ulysses_attention.ranks import run_ranks  # noqa: E402
+
+__all__ = [
+    "AttendCall",
+    "SequenceLayout",
+    "UlyssesAttentionProcessor",
+    "UlyssesContextParallelPolicy",
+    "__version__",
+    "backends",
+    "check_attention",
+    "register_backend",
+    "run_processes",
+    "run_ranks",
+    "ulysses_attention",
+    "unregister_backend",
+]

@@ -1,0 +1,117 @@
+"""Turns the keywords of the public call into what the C++ core reads. Decides nothing: every rule is in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ulysses_attention.layout import SequenceLayout
+from ulysses_attention.policy import UlyssesContextParallelPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+NO_LENGTHS: tuple[int, ...] = ()
+
+
+class Request(NamedTuple):
+    """One call's options in the order in which the op schema and the processors take them."""
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    kv_padded_lengths: tuple[int, ...]
+    is_causal: bool
+    softmax_scale: float | None
+    return_lse: bool
+    config: str
+
+
+def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup, bool]:
+    """The group of a call, and whether it asks for a 2-D mesh. None is the world. Errors: CP063 without any group."""
+    if cp_group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "[ulysses_attention] cp_group=None is the world, and torch.distributed is not initialised. Fix: "
+                "torch.distributed.init_process_group(), or pass cp_group (run_ranks gives one). [CP063]"
+            )
+        return dist.group.WORLD, False
+    if hasattr(cp_group, "mesh_dim_names"):
+        if cp_group.ndim == 1:
+            return cp_group.get_group(), False
+        return cp_group.get_group(cp_group.ndim - 1), True
+    return cp_group, False
+
+
+def make_request(
+    *,
+    mesh_2d: bool = False,
+    cp_size: int | None = None,
+    policy: UlyssesContextParallelPolicy | None = None,
+    strategy: str = "ulysses",
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: Any = None,
+    softmax_scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
+    mask_layout: Any = None,
+    layout: SequenceLayout | None = None,
+    kv_layout: SequenceLayout | None = None,
+    kv_role: str = "sharded",
+    joint: Any = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    qkv_format: str = "bshd",
+    ulysses_degree: int | None = None,
+    outer: str = "ring",
+    return_lse: bool = False,
+    kernel: str | Callable[..., Any] = "auto",
+    agreement: str = "auto",
+) -> Request:
+    """The options that differ from the defaults as "key=value" lines, and the layouts as tuples."""
+    config = "" if policy is None else policy.text
+    for key, value, default in (
+        ("strategy", strategy, "ulysses"),
+        ("kernel", kernel, "auto"),
+        ("agreement", agreement, "auto"),
+        ("qkv_format", qkv_format, "bshd"),
+        ("kv_role", kv_role, "sharded"),
+        ("causal_alignment", causal_alignment, "top_left"),
+        ("outer", outer, "ring"),
+        ("cp_size", cp_size, None),
+        ("cp_rank", None if layout is None else layout.cp_rank, None),
+        ("kv_cp_rank", None if kv_layout is None else kv_layout.cp_rank, None),
+    ):
+        if value != default and isinstance(value, (str, int)):
+            config += f"{key}={value}\n"
+    requested = [
+        name
+        for name, asked in (
+            ("window", window is not None),
+            ("attn_mask", attn_mask is not None or mask_layout is not None),
+            ("joint_tokens", joint is not None),
+            ("packed_sequences", cu_seqlens_q is not None or cu_seqlens_kv is not None),
+            ("dropout", dropout_p != 0.0 or dropout_seed is not None),
+            ("hybrid_degree", ulysses_degree is not None or mesh_2d),
+        )
+        if asked
+    ]
+    if requested:
+        config += f"requested={','.join(requested)}\n"
+    keys = kv_layout if kv_layout is not None else layout
+    return Request(
+        NO_LENGTHS if layout is None else layout.lengths,
+        NO_LENGTHS if layout is None else layout.padded_lengths,
+        NO_LENGTHS if keys is None else keys.lengths,
+        NO_LENGTHS if keys is None else keys.padded_lengths,
+        is_causal,
+        softmax_scale,
+        return_lse,
+        config,
+    )

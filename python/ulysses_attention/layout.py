@@ -1,0 +1,132 @@
+"""Which rank holds which tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ulysses_attention import _C
+from ulysses_attention.policy import UlyssesContextParallelPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SequenceLayout"]
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class SequenceLayout:
+    """Which rank holds which tokens: a value for any length, also shorter than the number of ranks.
+
+    lengths:        real tokens per rank.
+    padded_lengths: rows per rank; more than the tokens only under a policy that pads.
+    cp_rank:        the rank this layout was made for, or None. With it set, a group in which the caller has another
+                    rank is refused.
+    Errors: CP002–CP007, CP010 and CP011 under a policy that refuses lengths, CP012, CP049.
+    """
+
+    seq_len: int
+    cp_size: int
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    order: str
+    cp_rank: int | None
+
+    def __init__(
+        self,
+        seq_len: int,
+        cp_size: int,
+        policy: UlyssesContextParallelPolicy | None = None,
+        order: str = "contiguous",
+        cp_rank: int | None = None,
+    ) -> None:
+        text = "" if policy is None else policy.text
+        lengths, padded_lengths = _C.sequence_layout(seq_len, cp_size, text, order, cp_rank)
+        self._set(lengths, padded_lengths, order, cp_rank)
+
+    def _set(self, lengths: Sequence[int], padded_lengths: Sequence[int], order: str, cp_rank: int | None) -> None:
+        values = {
+            "seq_len": sum(lengths),
+            "cp_size": len(lengths),
+            "lengths": tuple(lengths),
+            "padded_lengths": tuple(padded_lengths),
+            "order": order,
+            "cp_rank": cp_rank,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], cp_rank: int | None = None) -> SequenceLayout:
+        """The layout of shards made elsewhere, in rank order, without padding."""
+        layout = cls.__new__(cls)
+        lengths, padded_lengths = _C.sequence_layout_from_lengths(list(lengths), cp_rank)
+        layout._set(lengths, padded_lengths, "contiguous", cp_rank)
+        return layout
+
+    def positions(self, rank: int) -> tuple[int, ...]:
+        """The global position of each local row of a rank, −1 for padding."""
+        self._check_rank(rank)
+        begin = sum(itertools.islice(self.lengths, rank))
+        real = self.lengths[rank]
+        return tuple(range(begin, begin + real)) + (-1,) * (self.padded_lengths[rank] - real)
+
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """The rows of a rank, with zero rows behind them where the layout pads.
+
+        Shapes: x [.., seq_len, ..] → [.., padded_lengths[rank], ..]; a view where nothing is padded.
+        Comm:   none. Backward: the gradient inside zeros; partial, to be summed over the ranks.
+        Errors: ValueError if x has another length.
+        """
+        self._check_rank(rank)
+        if x.size(dim) != self.seq_len:
+            raise ValueError(
+                f"[SequenceLayout.shard] x has {x.size(dim)} tokens in dim {dim} and the layout {self.seq_len}. "
+                f"Fix: SequenceLayout({x.size(dim)}, {self.cp_size}), or another dim. [CP012]"
+            )
+        begin = sum(self.lengths[:rank])
+        rows = x.narrow(dim, begin, self.lengths[rank])
+        padding = self.padded_lengths[rank] - self.lengths[rank]
+        if padding == 0:
+            return rows
+        behind = [0, 0] * (x.dim() - dim % x.dim() - 1) + [0, padding]
+        return torch.nn.functional.pad(rows, behind)
+
+    def gather(
+        self, x_local: torch.Tensor, group: ProcessGroup, dim: int = 1, *, grad: Literal["sum", "slice"]
+    ) -> torch.Tensor:
+        """The whole sequence on every rank, padding left out; differentiable.
+
+        Shapes: x_local [.., padded_lengths[rank], ..] → [.., seq_len, ..] contiguous.
+        Comm:   one collective, (W − 1) · bytes of the own tokens a rank; every rank must call it.
+                Backward: grad="sum" one collective, for a loss that differs per rank; grad="slice" none, for the same
+                loss computed on every rank.
+        Errors: ValueError if x_local has another length, or grad is neither word.
+        """
+        if grad not in ("sum", "slice"):
+            raise ValueError(f'[SequenceLayout.gather] grad={grad!r}. Fix: grad="sum" or grad="slice". [CP033]')
+        rank = group.rank()
+        if group.size() != self.cp_size:
+            raise ValueError(
+                f"[SequenceLayout.gather] the layout is for {self.cp_size} ranks and the group has {group.size()}. "
+                f"Fix: SequenceLayout({self.seq_len}, {group.size()}). [CP014]"
+            )
+        if x_local.size(dim) != self.padded_lengths[rank]:
+            raise ValueError(
+                f"[SequenceLayout.gather] x_local has {x_local.size(dim)} rows in dim {dim} and the layout "
+                f"{self.padded_lengths[rank]} for rank {rank}. Fix: pass what shard() returned. [CP012]"
+            )
+        gathered: torch.Tensor = torch.ops.ulysses.gather_sequence(
+            x_local, group.group_name, rank, self.lengths, dim % x_local.dim(), grad
+        )
+        return gathered
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.cp_size:
+            raise ValueError(
+                f"[SequenceLayout] rank={rank} of cp_size={self.cp_size}. Fix: 0 to {self.cp_size - 1}. [CP015]"
+            )

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ulysses::bindings {
+
+void bind_contract(pybind11::module_& module);    // policy, layout, checks, guide: torch-free
+void bind_transports(pybind11::module_& module);  // thread ranks, recording
+void bind_processors(pybind11::module_& module);  // UlyssesAttentionProcessor for subclasses, registry, check_attention
+
+}  // namespace ulysses::bindings

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+// The schemas of the operator library "ulysses", and C++ signatures that match them. One place for both.
+namespace ulysses::bindings {
+
+// Arguments of bindings/op_call.h, in schema order.
+#define ULYSSES_CALL_SCHEMA                                                                                     \
+  "str group_name, int cp_size, int cp_rank, SymInt[] lengths, SymInt[] padded_lengths, SymInt[] kv_lengths, "  \
+  "SymInt[] kv_padded_lengths, bool is_causal, float? softmax_scale, bool return_lse, str config"
+#define ULYSSES_CALL_PARAMETERS                                                                        \
+  std::string_view group_name, int64_t cp_size, int64_t cp_rank, c10::SymIntArrayRef lengths,          \
+      c10::SymIntArrayRef padded_lengths, c10::SymIntArrayRef kv_lengths, c10::SymIntArrayRef kv_padded_lengths, \
+      bool is_causal, std::optional<double> softmax_scale, bool return_lse, std::string_view config
+#define ULYSSES_CALL_ARGUMENTS                                                                                  \
+  group_name, cp_size, cp_rank, lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal, softmax_scale, \
+      return_lse, config
+
+// The public operation. lse is empty unless return_lse.
+inline constexpr const char* kAttentionSchema =
+    "attention(Tensor q, Tensor k, Tensor v, " ULYSSES_CALL_SCHEMA ") -> (Tensor out, Tensor lse)";
+using Attention = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                     ULYSSES_CALL_PARAMETERS);
+
+// attention plus what its backward reads; tensors that a strategy has no use for are empty.
+//   saved_q, saved_kv: what the exchange received; saved_out [B, Sq, h, D_v], saved_lse [B, h, Sq]: the local result;
+//   saved_lengths: int64 on the CPU, query then key tokens per rank, where they were exchanged.
+// requires_grad_mask: bits q, k, v; compared across ranks, because backward is a collective too.
+inline constexpr const char* kAttentionForwardSchema =
+    "attention_forward(Tensor q, Tensor k, Tensor v, " ULYSSES_CALL_SCHEMA
+    ", int requires_grad_mask) -> (Tensor out, Tensor lse, Tensor saved_q, Tensor saved_kv, Tensor saved_out, "
+    "Tensor saved_lse, Tensor saved_lengths)";
+using AttentionForwardResult =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using AttentionForward = AttentionForwardResult(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                ULYSSES_CALL_PARAMETERS, int64_t);
+
+// q, k, v are read only where the strategy keeps shards; else they may be empty. sizes: [B, rows, H, D, kv_rows, H_kv,
+// D_v].
+inline constexpr const char* kAttentionBackwardSchema =
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved_q, Tensor saved_kv, "
+    "Tensor saved_out, Tensor saved_lse, Tensor saved_lengths, SymInt[] sizes, " ULYSSES_CALL_SCHEMA
+    ") -> (Tensor dq, Tensor dk, Tensor dv)";
+using AttentionBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using AttentionBackward = AttentionBackwardResult(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                  const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                  const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                  const at::Tensor&, c10::SymIntArrayRef, ULYSSES_CALL_PARAMETERS);
+
+// SequenceLayout.gather. grad: "sum" or "slice".
+inline constexpr const char* kGatherSequenceSchema =
+    "gather_sequence(Tensor x_local, str group_name, int cp_rank, SymInt[] lengths, int dim, str grad) -> Tensor";
+using GatherSequence = at::Tensor(const at::Tensor&, std::string_view, int64_t, c10::SymIntArrayRef, int64_t,
+                                  std::string_view);
+inline constexpr const char* kGatherSequenceBackwardSchema =
+    "gather_sequence_backward(Tensor grad_gathered, SymInt rows, str group_name, int cp_rank, SymInt[] lengths, "
+    "int dim, str grad) -> Tensor";
+using GatherSequenceBackward = at::Tensor(const at::Tensor&, c10::SymInt, std::string_view, int64_t,
+                                          c10::SymIntArrayRef, int64_t, std::string_view);
+
+
+}  // namespace ulysses::bindings

@@ -1,0 +1,139 @@
+// The attention ops on real tensors: everything below autograd and tracing.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <torch/library.h>
+
+#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops.h"
+#include "ulysses/processors/attend_runs.h"
+#include "ulysses/processors/kernel_processor.h"
+#include "ulysses/processors/tensor_spec.h"
+
+namespace ulysses::bindings {
+namespace {
+
+using processors::AttentionTrace;
+using strategy::AttentionPlan;
+using strategy::Qkv;
+using strategy::Strategy;
+
+at::Tensor or_empty(const at::Tensor& tensor, const at::TensorOptions& options) {
+  return tensor.defined() ? tensor : at::empty({0}, options);
+}
+
+// Contiguous and alone in its storage: op outputs must alias neither inputs nor each other.
+at::Tensor own(const at::Tensor& tensor) {
+  const bool alone = tensor.is_contiguous() && tensor.storage().nbytes() == tensor.nbytes();
+  return alone ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOptions& options) {
+  const bool exchanged = plan.cp_size > 1 && !options.policy.require_seq_divisible && !options.layout;
+  if (!exchanged) return at::empty({0}, at::kLong);
+  std::vector<int64_t> lengths = plan.lengths;
+  lengths.insert(lengths.end(), plan.kv_lengths.begin(), plan.kv_lengths.end());
+  return at::tensor(lengths, at::kLong);
+}
+
+AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requires_grad_mask) {
+  const exchange::Group group = exchange::Group::resolve(std::string(call.group_name));
+  const contract::AttentionOptions options = call.options();
+  const AttentionTrace trace = processors::kernel_processor().run(qkv, group, options, requires_grad_mask);
+  const Strategy& strategy = strategy::strategy_for(options.strategy, trace.plan);
+  const auto plain = qkv.q.options().requires_grad(false);
+  const at::Tensor saved_lse = own(trace.local.lse);
+  const at::Tensor lse = call.return_lse ? trace.result.lse.clone(at::MemoryFormat::Contiguous)
+                                         : at::empty({0}, saved_lse.options());
+  return {own(trace.result.out),
+          lse,
+          or_empty(trace.buffers.q, plain),
+          or_empty(trace.buffers.kv, plain),
+          strategy.backward_needs().local_out ? own(trace.local.out) : at::empty({0}, plain),
+          saved_lse,
+          lengths_tensor(trace.plan, options)};
+}
+
+// The plan of the forward again, from what its ops saved.
+AttentionPlan saved_plan(const contract::AttentionOptions& options, const OpCall& call, const at::Tensor& saved_lengths,
+                         const std::vector<int64_t>& sizes) {
+  contract::AttentionSpec spec{options};
+  spec.cp_rank = call.cp_rank;
+  spec.cp_size = call.cp_size;
+  if (!spec.kv_layout) spec.kv_layout = spec.layout;
+  spec.q.sizes = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  spec.k.sizes = {sizes[0], sizes[4], sizes[5], sizes[3]};
+  spec.v.sizes = {sizes[0], sizes[4], sizes[5], sizes[6]};
+  std::vector<std::vector<int64_t>> exchanged;
+  const int64_t ranks = saved_lengths.numel() / 2;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const auto* lengths = saved_lengths.const_data_ptr<int64_t>();
+    exchanged.push_back({lengths[rank], lengths[ranks + rank]});
+  }
+  return strategy::make_plan(spec, exchanged);
+}
+
+struct Saved {
+  Qkv shards;
+  at::Tensor out;
+  strategy::Buffers buffers;
+  kernels::KernelOutput local;
+  at::Tensor lengths;
+};
+
+AttentionBackwardResult backward(const at::Tensor& grad_out, const Saved& saved, const std::vector<int64_t>& sizes,
+                                 const OpCall& call) {
+  const exchange::Group group = exchange::Group::resolve(std::string(call.group_name));
+  const contract::AttentionOptions options = call.options();
+  const AttentionPlan plan = saved_plan(options, call, saved.lengths, sizes);
+  const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
+  const strategy::LocalWork work = strategy.local_work(plan);
+  kernels::KernelOutput local = saved.local;
+  if (!strategy.backward_needs().local_out) local.out = saved.out.narrow(1, 0, plan.length());
+
+  const at::Tensor grad_local = strategy.restore_backward(plan, grad_out, group);
+  const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
+  const Qkv grads = processors::attend_runs_backward(work, views, local, grad_local,
+                                                     processors::attend_call(options, plan, work, /*trains=*/true));
+  const Qkv shards = strategy.exchange_backward(plan, grads, group);
+  return {own(shards.q), own(shards.k), own(shards.v)};
+}
+
+AttentionForwardResult attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                         ULYSSES_CALL_PARAMETERS, int64_t requires_grad_mask) {
+  AttentionForwardResult result;
+  translate_errors([&] { result = forward({q, k, v}, {ULYSSES_CALL_ARGUMENTS}, requires_grad_mask); });
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                             ULYSSES_CALL_PARAMETERS) {
+  AttentionForwardResult result = attention_forward(q, k, v, ULYSSES_CALL_ARGUMENTS, /*requires_grad_mask=*/0);
+  return {std::get<0>(result), std::get<1>(result)};
+}
+
+AttentionBackwardResult attention_backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
+                                           const at::Tensor& v, const at::Tensor& out, const at::Tensor& saved_q,
+                                           const at::Tensor& saved_kv, const at::Tensor& saved_out,
+                                           const at::Tensor& saved_lse, const at::Tensor& saved_lengths,
+                                           c10::SymIntArrayRef sizes, ULYSSES_CALL_PARAMETERS) {
+  AttentionBackwardResult result;
+  translate_errors([&] {
+    const Saved saved{{q, k, v}, out, {saved_q, saved_kv}, {saved_out, saved_lse}, saved_lengths};
+    result = backward(grad_out, saved, C10_AS_INTARRAYREF_SLOW(sizes).vec(), {ULYSSES_CALL_ARGUMENTS});
+  });
+  return result;
+}
+
+void register_kernels(torch::Library& library) {
+  library.impl("attention", attention);
+  library.impl("attention_forward", attention_forward);
+  library.impl("attention_backward", attention_backward);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ulysses, CPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(ulysses, CUDA, library) { register_kernels(library); }
+
+}  // namespace ulysses::bindings

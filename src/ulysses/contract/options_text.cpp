@@ -1,0 +1,105 @@
+#include "ulysses/contract/options_text.h"
+
+#include <functional>
+#include <map>
+#include <string>
+
+#include "ulysses/base/error.h"
+#include "ulysses/base/text.h"
+
+namespace ulysses::contract {
+namespace {
+
+// Layout facts that wait for the lengths, which travel apart.
+struct ParsedOptions {
+  AttentionOptions options;
+  LayoutSpec layout, kv_layout;
+};
+
+std::vector<std::string> split(std::string_view text, char separator) {
+  std::vector<std::string> parts;
+  while (!text.empty()) {
+    const size_t end = std::min(text.find(separator), text.size());
+    if (end > 0) parts.emplace_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return parts;
+}
+
+using Setter = std::function<void(ParsedOptions&, const std::string&)>;
+
+Setter text_field(std::string AttentionOptions::* field) {
+  return [field](ParsedOptions& parsed, const std::string& value) { parsed.options.*field = value; };
+}
+
+template <typename Field>
+Setter policy_field(Field UlyssesContextParallelPolicy::* field) {
+  return [field](ParsedOptions& parsed, const std::string& value) {
+    if constexpr (std::is_same_v<Field, std::string>) {
+      parsed.options.policy.*field = value;
+    } else if constexpr (std::is_same_v<Field, std::vector<std::string>>) {
+      parsed.options.policy.*field = split(value, ',');
+    } else if constexpr (std::is_same_v<Field, bool>) {
+      parsed.options.policy.*field = value == "1";
+    } else {
+      parsed.options.policy.*field = std::stoll(value);
+    }
+  };
+}
+
+void add_requested(ParsedOptions& parsed, const std::string& value) {
+  for (const std::string& name : split(value, ','))
+    if (const auto feature = feature_from_string(name)) parsed.options.requested.push_back(*feature);
+}
+
+const std::map<std::string, Setter, std::less<>>& setters() {
+  using Policy = UlyssesContextParallelPolicy;
+  static const std::map<std::string, Setter, std::less<>> table = {
+      {"strategy", text_field(&AttentionOptions::strategy)},
+      {"kernel", text_field(&AttentionOptions::kernel)},
+      {"agreement", text_field(&AttentionOptions::agreement)},
+      {"qkv_format", text_field(&AttentionOptions::qkv_format)},
+      {"kv_role", text_field(&AttentionOptions::kv_role)},
+      {"causal_alignment", text_field(&AttentionOptions::causal_alignment)},
+      {"outer", text_field(&AttentionOptions::outer)},
+      {"cp_size", [](ParsedOptions& p, const std::string& v) { p.options.requested_cp_size = std::stoll(v); }},
+      {"cp_rank", [](ParsedOptions& p, const std::string& v) { p.layout.cp_rank = std::stoll(v); }},
+      {"kv_cp_rank", [](ParsedOptions& p, const std::string& v) { p.kv_layout.cp_rank = std::stoll(v); }},
+      {"order", [](ParsedOptions& p, const std::string& v) { p.layout.order = p.kv_layout.order = v; }},
+      {"requested", add_requested},
+      {"policy.backend_name", policy_field(&Policy::backend_name)},
+      {"policy.require_seq_divisible", policy_field(&Policy::require_seq_divisible)},
+      {"policy.auto_pad", policy_field(&Policy::auto_pad)},
+      {"policy.pad_multiple", policy_field(&Policy::pad_multiple)},
+      {"policy.kv_must_be_global", policy_field(&Policy::kv_must_be_global)},
+      {"policy.output_restore_dim", policy_field(&Policy::output_restore_dim)},
+      {"policy.base_processor", policy_field(&Policy::base_processor)},
+      {"policy.required_checks", policy_field(&Policy::required_checks)},
+  };
+  return table;
+}
+
+ParsedOptions parse(std::string_view text) {
+  ParsedOptions parsed;
+  for (const std::string& line : split(text, '\n')) {
+    const size_t equals = std::min(line.find('='), line.size());
+    const auto setter = setters().find(std::string_view(line).substr(0, equals));
+    if (setter == setters().end())
+      throw base::Error("CP000", base::ErrorKind::kInternal, base::cat("unknown option line \"", line, "\""));
+    setter->second(parsed, equals < line.size() ? line.substr(equals + 1) : "");
+  }
+  return parsed;
+}
+
+}  // namespace
+
+AttentionOptions options_from_text(std::string_view text) {
+  ParsedOptions parsed = parse(text);
+  parsed.options.layout = parsed.layout;
+  parsed.options.kv_layout = parsed.kv_layout;
+  return parsed.options;
+}
+
+UlyssesContextParallelPolicy policy_from_text(std::string_view text) { return parse(text).options.policy; }
+
+}  // namespace ulysses::contract

@@ -1,0 +1,95 @@
+#include "ulysses/exchange/agreement.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <unordered_set>
+
+namespace ulysses::exchange {
+namespace {
+
+// Note [What agreement cannot see]
+// Under kAuto over a process group only the first use of each text is compared, because a comparison costs a
+// collective. A rank that later calls with another text that is new to it enters the comparison while the others are
+// already exchanging data: with other sizes Gloo ends the process and NCCL waits for its timeout. If both texts were
+// agreed before, and the sizes are equal (causal against not causal), numbers may be wrong. kAlways sees both.
+
+// The texts that each live group has agreed on. Keyed by the group itself, which a weak pointer keeps from being
+// confused with a later group at the same address.
+class AgreedTexts {
+ public:
+  bool contains(const Group& group, size_t hash) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Entry* entry = find(group);
+    return entry != nullptr && entry->hashes.contains(hash);
+  }
+
+  void insert(const Group& group, size_t hash) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (find(group) == nullptr) {
+      std::erase_if(entries_, [](const auto& item) { return item.second.group.expired(); });
+      entries_.insert_or_assign(group.process_group().get(), Entry{Weak(group.process_group()), {}});
+    }
+    entries_.at(group.process_group().get()).hashes.insert(hash);
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
+  struct Entry {
+    Weak group;
+    std::unordered_set<size_t> hashes;
+  };
+
+  Entry* find(const Group& group) {
+    const auto found = entries_.find(group.process_group().get());
+    return found == entries_.end() || found->second.group.expired() ? nullptr : &found->second;
+  }
+
+  std::mutex mutex_;
+  std::map<const c10d::ProcessGroup*, Entry> entries_;
+};
+
+AgreedTexts& agreed_texts() {
+  static AgreedTexts texts;
+  return texts;
+}
+
+}  // namespace
+
+std::optional<AgreementMode> agreement_mode(std::string_view word) {
+  if (word == "off") return AgreementMode::kOff;
+  if (word == "always") return AgreementMode::kAlways;
+  if (word != "auto") return std::nullopt;
+  const char* environment = std::getenv("ULYSSES_AGREEMENT");
+  return environment != nullptr && std::string_view(environment) == "always" ? AgreementMode::kAlways
+                                                                             : AgreementMode::kAuto;
+}
+
+Agreement agree(const Group& group, const std::string& text, bool failed, const std::vector<int64_t>& numbers,
+                AgreementMode mode, bool always) {
+  const size_t hash = std::hash<std::string>{}(text);
+  const bool known = mode == AgreementMode::kAuto && !group.agreement_is_free() && !failed &&
+                     agreed_texts().contains(group, hash);
+  if (!always && (mode == AgreementMode::kOff || known)) return {};
+
+  std::vector<int64_t> row = {static_cast<int64_t>(hash), failed ? 1 : 0};
+  row.insert(row.end(), numbers.begin(), numbers.end());
+  Agreement result;
+  result.compared = true;
+  bool equal = true;
+  for (std::vector<int64_t>& other : group.gather_numbers(row)) {
+    equal = equal && other[0] == row[0] && other[1] == 0;
+    result.numbers.emplace_back(other.begin() + 2, other.end());
+  }
+  if (!equal) {
+    result.texts = group.gather_texts(text);
+  } else if (mode == AgreementMode::kAuto && !group.agreement_is_free()) {
+    agreed_texts().insert(group, hash);
+  }
+  return result;
+}
+
+}  // namespace ulysses::exchange

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "ulysses/exchange/group.h"
+
+namespace ulysses::exchange {
+
+// Every rank's token rows side by side in rank order.
+// Shapes:  local [lengths[rank], …] contiguous → [Σ lengths, …]
+// Comm:    one all-to-all in list form; bytes per rank = (W − 1) · bytes of local. Lengths may differ.
+at::Tensor gather_tokens(const at::Tensor& local, const std::vector<int64_t>& lengths, const Group& group);
+
+// The transpose of gather_tokens: each rank's part of the sum over ranks of `partial`, a reduce-scatter in meaning.
+// Sums in float32 (float64 for float64), in rank order; travels in partial's dtype.
+// Shapes:  partial [Σ lengths, …] contiguous → [lengths[rank], …]
+// Comm:    one all-to-all; bytes per rank = bytes of the other ranks' rows of partial.
+at::Tensor sum_tokens(const at::Tensor& partial, const std::vector<int64_t>& lengths, const Group& group);
+
+// What happens to the gradient of a gathered sequence.
+enum class GatherGrad {
+  kSum,    // reduce-scatter: for a loss that differs per rank
+  kSlice,  // own rows: for the same loss computed on every rank
+};
+
+// The whole sequence on every rank, padding rows left out.
+// Shapes:  x_local [.., rows, ..] with lengths[rank] real rows at `dim` → [.., Σ lengths, ..] contiguous
+at::Tensor gather_sequence(const at::Tensor& x_local, const std::vector<int64_t>& lengths, int64_t dim,
+                           const Group& group);
+// Shapes:  grad [.., Σ lengths, ..] → [.., rows, ..], padding rows zero. Comm: one all-to-all for kSum, none for kSlice.
+at::Tensor gather_sequence_backward(const at::Tensor& grad, const std::vector<int64_t>& lengths, int64_t rows,
+                                    int64_t dim, GatherGrad mode, const Group& group);
+
+}  // namespace ulysses::exchange

@@ -1,0 +1,87 @@
+#include "ulysses/partition/sequence_layout.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "ulysses/base/error.h"
+#include "ulysses/contract/rules.h"
+
+namespace ulysses::partition {
+namespace {
+
+using contract::SequenceMode;
+using contract::UlyssesContextParallelPolicy;
+using Problems = std::vector<base::Problem>;
+
+constexpr std::string_view kOp = "SequenceLayout";
+
+void add(Problems& problems, std::optional<base::Problem> problem) {
+  if (problem) problems.push_back(*std::move(problem));
+}
+
+// Divisibility is an error only in strict mode; pad mode needs the padded length to fit.
+void check(const UlyssesContextParallelPolicy& policy, int64_t seq_len, int64_t cp_size,
+           std::optional<int64_t> cp_rank) {
+  const bool strict = policy.sequence_mode() == SequenceMode::kStrict;
+  Problems problems = contract::check_policy(policy);
+  add(problems, contract::check_positive("seq_len", seq_len, "seq_len=1 or more"));
+  add(problems, contract::check_positive("cp_size", cp_size, "cp_size=1 or more"));
+  for (base::Problem& problem : contract::check_divisible(policy, "seq_len", seq_len, cp_size, strict)) {
+    if (strict || problem.id == "CP007") problems.push_back(std::move(problem));
+  }
+  if (cp_rank && cp_size > 0) add(problems, contract::check_rank("cp_rank", *cp_rank, cp_size));
+  base::raise_if_any(std::move(problems), kOp);
+}
+
+}  // namespace
+
+SequenceLayout::SequenceLayout(int64_t seq_len, int64_t cp_size, const UlyssesContextParallelPolicy& policy,
+                               std::optional<int64_t> cp_rank)
+    : cp_rank_(cp_rank) {
+  check(policy, seq_len, cp_size, cp_rank);
+  const auto ranks = static_cast<size_t>(cp_size);
+  if (policy.sequence_mode() == SequenceMode::kUneven) {
+    lengths_.assign(ranks, seq_len / cp_size);
+    for (int64_t rank = 0; rank < seq_len % cp_size; ++rank) ++lengths_[static_cast<size_t>(rank)];
+    padded_lengths_ = lengths_;
+    return;
+  }
+  const int64_t rows = policy.padded_seq_len(seq_len, cp_size) / cp_size;
+  padded_lengths_.assign(ranks, rows);
+  int64_t left = seq_len;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    lengths_.push_back(std::min(rows, left));
+    left -= lengths_.back();
+  }
+}
+
+SequenceLayout SequenceLayout::from_lengths(std::vector<int64_t> lengths, std::optional<int64_t> cp_rank) {
+  Problems problems;
+  add(problems, contract::check_shard_lengths("lengths", lengths));
+  const auto ranks = static_cast<int64_t>(lengths.size());
+  if (cp_rank && ranks > 0) add(problems, contract::check_rank("cp_rank", *cp_rank, ranks));
+  base::raise_if_any(std::move(problems), kOp);
+  SequenceLayout layout;
+  layout.padded_lengths_ = lengths;
+  layout.lengths_ = std::move(lengths);
+  layout.cp_rank_ = cp_rank;
+  return layout;
+}
+
+int64_t SequenceLayout::seq_len() const { return std::accumulate(lengths_.begin(), lengths_.end(), int64_t{0}); }
+
+Range SequenceLayout::tokens(int64_t rank) const {
+  if (auto problem = contract::check_rank("rank", rank, cp_size())) throw base::Error({*std::move(problem)}, kOp);
+  const int64_t begin = std::accumulate(lengths_.begin(), lengths_.begin() + rank, int64_t{0});
+  return {begin, begin + lengths_[static_cast<size_t>(rank)]};
+}
+
+std::vector<int64_t> SequenceLayout::positions(int64_t rank) const {
+  const Range own = tokens(rank);
+  std::vector<int64_t> positions(static_cast<size_t>(padded_lengths_[static_cast<size_t>(rank)]), -1);
+  std::iota(positions.begin(), positions.begin() + own.size(), own.begin);
+  return positions;
+}
+
+}  // namespace ulysses::partition

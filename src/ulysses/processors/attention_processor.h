@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "ulysses/contract/attention_spec.h"
+#include "ulysses/exchange/group.h"
+#include "ulysses/processors/attend_call.h"
+#include "ulysses/strategy/strategy.h"
+
+namespace ulysses::processors {
+
+// [B, rows, H, D_v] and, when asked for, [B, H, rows] natural-log lse (else undefined).
+struct AttentionResult {
+  at::Tensor out;
+  at::Tensor lse;
+};
+
+// What the exchange hands to attend(), and what backward needs of it.
+struct Exchanged {
+  strategy::Qkv views;
+  strategy::Buffers buffers;
+};
+
+// A finished call with its intermediate tensors, for a caller that writes its own backward.
+struct AttentionTrace {
+  AttentionResult result;
+  strategy::AttentionPlan plan;
+  strategy::Buffers buffers;
+  kernels::KernelOutput local;
+};
+
+// The base class of every backend: a template method that a subclass cannot skip a step of.
+//   forward = validate (collect every problem) → agree → raise on every rank or none → exchange → attend → restore
+//             → check
+// A backend writes attend() and nothing else. One that overrides the exchange says so by overriding it; its K/V is
+// then compared by content with what the ranks announce.
+class UlyssesAttentionProcessor {
+ public:
+  virtual ~UlyssesAttentionProcessor() = default;
+
+  // Context-parallel attention over the whole sequence; differentiable.
+  // Shapes:  q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v],
+  //          lse [B, H, S_local], natural log, −inf for padding rows
+  // Dtype:   any float; lse float32 (float64 for float64). lse carries no gradient.
+  // Comm:    every rank of the group must call it. ulysses: two collectives (three if q and k/v are sharded
+  //          differently), allgather_kv: one; as many in backward. One more, small, where ranks compare or exchange
+  //          lengths. A group of one: none.
+  // Errors:  every id that docs/errors.md lists up to CP062.
+  AttentionResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const exchange::Group& group,
+                          const contract::AttentionOptions& options);
+
+  // The same steps without autograd, keeping what a hand-written backward needs. requires_grad_mask: bits q, k, v.
+  AttentionTrace run(const strategy::Qkv& qkv, const exchange::Group& group, const contract::AttentionOptions& options,
+                     int64_t requires_grad_mask);
+
+  // AttendCall fields that attend() honours, of: is_causal, softmax_scale, q_positions (causal queries that do not
+  // start at position 0), need_lse. A field that is set and not declared is refused before the exchange (CP050).
+  virtual std::vector<std::string> supports() const { return {}; }
+
+  // Further reasons of this backend to refuse a call, found before any communication.
+  virtual std::vector<base::Problem> refusals(const contract::AttentionSpec& spec, bool backward) const;
+
+ protected:
+  // Local attention: q [B, Sq, h, D], k [B, Skv, h_kv, D], v [B, Skv, h_kv, D_v], strided, h % h_kv == 0, K/V complete
+  // for these queries, never empty → out [B, Sq, h, D_v] and, if call.need_lse, lse [B, h, Sq].
+  // Called 0–3 times a forward. Gradients flow through whatever differentiable code it runs.
+  virtual kernels::KernelOutput attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                       const AttendCall& call) = 0;
+
+  // Override both or none, and overrides_exchange() with them. The views must be laid out as the strategy's.
+  virtual bool overrides_exchange() const { return false; }
+  virtual Exchanged exchange(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
+                             const strategy::Qkv& qkv, const exchange::Group& group);
+  virtual AttentionResult restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
+                                  const kernels::KernelOutput& local, const exchange::Group& group);
+};
+
+}  // namespace ulysses::processors

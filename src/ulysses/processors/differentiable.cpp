@@ -1,0 +1,99 @@
+#include "ulysses/processors/differentiable.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+namespace ulysses::processors {
+namespace {
+
+using strategy::AttentionPlan;
+using strategy::Qkv;
+using strategy::Strategy;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What backward needs besides tensors, carried through the autograd context.
+struct Movement : torch::CustomClassHolder {
+  Movement(AttentionPlan movement_plan, const Strategy& movement_strategy, exchange::Group movement_group)
+      : plan(std::move(movement_plan)), strategy(movement_strategy), group(std::move(movement_group)) {}
+  AttentionPlan plan;
+  const Strategy& strategy;
+  exchange::Group group;
+};
+using MovementPtr = c10::intrusive_ptr<Movement>;
+
+void store(AutogradContext* context, const MovementPtr& movement) {
+  context->saved_data["movement"] = c10::IValue::make_capsule(movement);
+}
+
+MovementPtr load(AutogradContext* context) {
+  return c10::static_intrusive_pointer_cast<Movement>(context->saved_data["movement"].toCapsule());
+}
+
+// Autograd hands an undefined gradient to an output that nobody used; the collective needs zeros.
+at::Tensor or_zeros(const at::Tensor& grad, const c10::IValue& sizes, const at::Tensor& like) {
+  return grad.defined() ? grad : at::zeros(sizes.toIntVector(), like.options());
+}
+
+struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const MovementPtr& movement) {
+    const auto& [plan, strategy, group] = std::tie(movement->plan, movement->strategy, movement->group);
+    const Qkv shards{q, k, v};
+    const strategy::Buffers buffers = strategy.exchange(plan, shards, group);
+    const Qkv views = strategy.views(plan, buffers, shards);
+    store(context, movement);
+    context->saved_data["q"] = views.q.sizes().vec();
+    context->saved_data["k"] = views.k.sizes().vec();
+    context->saved_data["v"] = views.v.sizes().vec();
+    context->saved_data["like"] = at::empty({0}, q.options().requires_grad(false));
+    return {views.q, views.k, views.v};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const MovementPtr movement = load(context);
+    const at::Tensor like = context->saved_data["like"].toTensor();
+    const Qkv local{or_zeros(grads[0], context->saved_data["q"], like),
+                    or_zeros(grads[1], context->saved_data["k"], like),
+                    or_zeros(grads[2], context->saved_data["v"], like)};
+    const Qkv shards = movement->strategy.exchange_backward(movement->plan, local, movement->group);
+    return {shards.q, shards.k, shards.v, {}};
+  }
+};
+
+struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& out, const at::Tensor& lse,
+                               const MovementPtr& movement) {
+    const kernels::KernelOutput shards = movement->strategy.restore(movement->plan, {out, lse}, movement->group);
+    store(context, movement);
+    if (!shards.lse.defined()) return {shards.out};
+    context->mark_non_differentiable({shards.lse});
+    return {shards.out, shards.lse};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const MovementPtr movement = load(context);
+    return {movement->strategy.restore_backward(movement->plan, grads[0], movement->group), {}, {}};
+  }
+};
+
+}  // namespace
+
+Qkv differentiable_exchange(const AttentionPlan& plan, const Strategy& strategy, const Qkv& shards,
+                            const exchange::Group& group) {
+  const auto views = ExchangeFunction::apply(shards.q, shards.k, shards.v,
+                                             c10::make_intrusive<Movement>(plan, strategy, group));
+  return {views[0], views[1], views[2]};
+}
+
+AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy& strategy,
+                                       const kernels::KernelOutput& local, const exchange::Group& group) {
+  const at::Tensor lse = local.lse.defined() ? local.lse.detach() : at::empty({0}, local.out.options());
+  const auto shards =
+      RestoreFunction::apply(local.out, lse, c10::make_intrusive<Movement>(plan, strategy, group));
+  return {shards[0], shards.size() > 1 ? shards[1] : at::Tensor()};
+}
+
+}  // namespace ulysses::processors

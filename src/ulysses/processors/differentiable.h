@@ -1,0 +1,15 @@
+#pragma once
+
+#include "ulysses/processors/attention_processor.h"
+
+namespace ulysses::processors {
+
+// A strategy's two data movements as differentiable functions, so that a backend whose attend() is any differentiable
+// code trains without writing a backward. Each runs its mirrored collective in backward on every rank.
+// Comm: as the strategy's exchange and restore.
+strategy::Qkv differentiable_exchange(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
+                                      const strategy::Qkv& shards, const exchange::Group& group);
+AttentionResult differentiable_restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
+                                       const kernels::KernelOutput& local, const exchange::Group& group);
+
+}  // namespace ulysses::processors

@@ -1,0 +1,128 @@
+#include "ulysses/processors/kernel_processor.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+#include "ulysses/base/text.h"
+#include "ulysses/kernels/local_attention.h"
+#include "ulysses/processors/tensor_spec.h"
+
+namespace ulysses::processors {
+namespace {
+
+using contract::AttentionSpec;
+using kernels::Kernel;
+using kernels::KernelNeed;
+using strategy::Qkv;
+
+KernelNeed need_of(const Qkv& qkv, const AttendCall& call, bool backward) {
+  KernelNeed need;
+  need.device = qkv.q.is_cuda() ? "cuda" : "cpu";
+  need.dtype = dtype_name(qkv.q.scalar_type());
+  need.head_dim = qkv.q.size(3);
+  need.v_head_dim = qkv.v.size(3);
+  need.num_q_per_kv = qkv.q.size(2) / qkv.k.size(2);
+  need.is_causal = call.is_causal;
+  need.backward = backward;
+  return need;
+}
+
+// refusals() has already proved that there is one.
+const Kernel& kernel_for(const Qkv& qkv, const AttendCall& call, bool backward) {
+  std::string why;
+  const Kernel* kernel =
+      kernels::select_kernel(call.kernel, need_of(qkv, call, backward), kernels::all_kernels(), &why);
+  if (kernel == nullptr)
+    base::raise_if_any({{"CP032", base::ErrorKind::kUnsupported, why, "", "kernel=\"math\""}}, "attend");
+  return *kernel;
+}
+
+kernels::LocalAttentionOptions local_options(const Qkv& qkv, const AttendCall& call) {
+  kernels::LocalAttentionOptions options;
+  options.is_causal = call.is_causal;
+  options.softmax_scale = call.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(qkv.q.size(3))));
+  options.q_begin = call.q_positions.begin;
+  options.kv_begin = call.kv_positions.begin;
+  return options;
+}
+
+kernels::KernelOutput kernel_forward(const Qkv& qkv, const AttendCall& call, bool backward) {
+  return kernels::local_attention(kernel_for(qkv, call, backward), qkv.q, qkv.k, qkv.v, local_options(qkv, call));
+}
+
+// A kernel as a differentiable function, for subclasses and callers that compose it with autograd.
+struct KernelFunction : torch::autograd::Function<KernelFunction> {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& q,
+                                                const at::Tensor& k, const at::Tensor& v, const AttendCall& call) {
+    const kernels::KernelOutput output = kernel_forward({q, k, v}, call, /*backward=*/true);
+    context->save_for_backward({q, k, v, output.out, output.lse});
+    context->saved_data["is_causal"] = call.is_causal;
+    context->saved_data["kernel"] = call.kernel;
+    context->saved_data["q_begin"] = call.q_positions.begin;
+    context->saved_data["kv_begin"] = call.kv_positions.begin;
+    if (call.softmax_scale) context->saved_data["softmax_scale"] = *call.softmax_scale;
+    context->mark_non_differentiable({output.lse});
+    return {output.out, output.lse};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = context->get_saved_variables();
+    AttendCall call;
+    call.is_causal = context->saved_data["is_causal"].toBool();
+    call.kernel = context->saved_data["kernel"].toStringRef();
+    call.q_positions.begin = context->saved_data["q_begin"].toInt();
+    call.kv_positions.begin = context->saved_data["kv_begin"].toInt();
+    if (context->saved_data.contains("softmax_scale")) call.softmax_scale = context->saved_data["softmax_scale"].toDouble();
+    const kernels::KernelGrads result =
+        kernel_backward(grads[0], {saved[0], saved[1], saved[2]}, {saved[3], saved[4]}, call);
+    return {result.dq, result.dk, result.dv, {}};
+  }
+};
+
+}  // namespace
+
+std::vector<std::string> KernelProcessor::supports() const {
+  return {"is_causal", "softmax_scale", "q_positions", "need_lse"};
+}
+
+std::vector<base::Problem> KernelProcessor::refusals(const AttentionSpec& spec, bool backward) const {
+  if (kernels::find_kernel(spec.kernel) == nullptr && spec.kernel != "auto") return {};  // CP031 has said so
+  KernelNeed need;
+  need.device = spec.q.device.substr(0, spec.q.device.find(':'));
+  need.dtype = spec.q.dtype;
+  need.head_dim = spec.q.sizes[3];
+  need.v_head_dim = spec.v.sizes[3];
+  need.num_q_per_kv = spec.q.sizes[2] / spec.k.sizes[2];
+  need.is_causal = spec.is_causal;
+  need.backward = backward;
+  std::string why;
+  if (kernels::select_kernel(spec.kernel, need, kernels::all_kernels(), &why) != nullptr) return {};
+  return {{"CP032", base::ErrorKind::kUnsupported,
+           base::cat("kernel=", spec.kernel, " cannot serve dtype=", need.dtype, ", device=", need.device,
+                     ", head_dim=", need.head_dim, ", v_head_dim=", need.v_head_dim, ": ", why),
+           "", "kernel=\"math\", which takes any float dtype and head size"}};
+}
+
+kernels::KernelOutput KernelProcessor::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                              const AttendCall& call) {
+  const bool differentiable =
+      at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  if (!differentiable) return kernel_forward({q, k, v}, call, call.trains);
+  const auto outputs = KernelFunction::apply(q, k, v, call);
+  return {outputs[0], outputs[1]};
+}
+
+KernelProcessor& kernel_processor() {
+  static KernelProcessor processor;
+  return processor;
+}
+
+kernels::KernelGrads kernel_backward(const at::Tensor& grad_out, const Qkv& qkv, const kernels::KernelOutput& output,
+                                     const AttendCall& call) {
+  return kernels::local_attention_backward(kernel_for(qkv, call, /*backward=*/true), grad_out, qkv.q, qkv.k, qkv.v,
+                                           output.out, output.lse, local_options(qkv, call));
+}
+
+}  // namespace ulysses::processors

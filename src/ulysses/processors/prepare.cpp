@@ -1,0 +1,66 @@
+#include "ulysses/processors/prepare.h"
+
+#include <c10/util/typeid.h>
+
+#include <algorithm>
+#include <cctype>
+
+#include "ulysses/base/error.h"
+#include "ulysses/contract/fingerprint.h"
+#include "ulysses/exchange/agreement.h"
+#include "ulysses/kernels/kernel.h"
+#include "ulysses/processors/registry.h"
+#include "ulysses/processors/tensor_spec.h"
+
+namespace ulysses::processors {
+namespace {
+
+using contract::AttentionSpec;
+using exchange::Group;
+
+std::vector<base::Problem> all_problems(const AttentionSpec& spec, const UlyssesAttentionProcessor& backend,
+                                        bool backward) {
+  std::vector<base::Problem> problems = contract::check_attention(spec);
+  if (!problems.empty()) return problems;  // a backend's own refusals presume a legal call
+  return backend.refusals(spec, backward);
+}
+
+}  // namespace
+
+AttentionSpec describe(const strategy::Qkv& qkv, const Group& group, const contract::AttentionOptions& options,
+                       const UlyssesAttentionProcessor& backend, int64_t requires_grad_mask) {
+  AttentionSpec spec{options};
+  if (!spec.kv_layout) spec.kv_layout = spec.layout;
+  spec.q = tensor_spec(qkv.q, (requires_grad_mask & 1) != 0);
+  spec.k = tensor_spec(qkv.k, (requires_grad_mask & 2) != 0);
+  spec.v = tensor_spec(qkv.v, (requires_grad_mask & 4) != 0);
+  spec.cp_rank = group.rank();
+  spec.cp_size = group.size();
+  for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());
+  spec.known_backends = backend_names();
+  spec.backend_supports = backend.supports();
+  return spec;
+}
+
+strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentionProcessor& backend, const Group& group,
+                                int64_t requires_grad_mask) {
+  const std::vector<base::Problem> problems = all_problems(spec, backend, requires_grad_mask != 0);
+  const bool failed = !problems.empty();
+  const auto mode = exchange::agreement_mode(spec.agreement).value_or(exchange::AgreementMode::kAuto);
+  if (group.size() == 1 || (failed && mode == exchange::AgreementMode::kOff)) {
+    base::raise_if_any(problems, spec.op, spec.cp_rank, spec.cp_size);
+    return strategy::make_plan(spec, {});
+  }
+  const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
+  const auto rows = [](const contract::TensorSpec& tensor) { return tensor.sizes.size() > 1 ? tensor.sizes[1] : -1; };
+  const std::string text = failed ? contract::failure_text(problems, spec) : contract::fingerprint_text(spec);
+  const exchange::Agreement agreement =
+      exchange::agree(group, text, failed, {rows(spec.q), rows(spec.k)}, mode, exchange_lengths);
+  if (!agreement.texts.empty()) {
+    base::raise_if_any(contract::compare_fingerprints(agreement.texts), spec.op, spec.cp_rank, spec.cp_size);
+  }
+  base::raise_if_any(problems, spec.op, spec.cp_rank, spec.cp_size);
+  return strategy::make_plan(spec, exchange_lengths ? agreement.numbers : std::vector<std::vector<int64_t>>{});
+}
+
+}  // namespace ulysses::processors

@@ -1,0 +1,16 @@
+#pragma once
+
+#include "ulysses/processors/attention_processor.h"
+
+namespace ulysses::processors {
+
+// A call as seen by this rank, free of torch. Takes the tensors' metadata only.
+contract::AttentionSpec describe(const strategy::Qkv& qkv, const exchange::Group& group,
+                                 const contract::AttentionOptions& options, const UlyssesAttentionProcessor& backend,
+                                 int64_t requires_grad_mask);
+
+// Validates and compares with the other ranks; returns the plan, or raises the same error on every rank.
+strategy::AttentionPlan prepare(const contract::AttentionSpec& spec, const UlyssesAttentionProcessor& backend,
+                                const exchange::Group& group, int64_t requires_grad_mask);
+
+}  // namespace ulysses::processors

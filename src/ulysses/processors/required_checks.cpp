@@ -1,0 +1,91 @@
+#include "ulysses/processors/required_checks.h"
+
+#include <ATen/ops/arange.h>
+
+#include <numeric>
+
+#include "ulysses/base/error.h"
+#include "ulysses/base/text.h"
+
+namespace ulysses::processors {
+namespace {
+
+using strategy::AttentionPlan;
+using strategy::LocalWork;
+using strategy::Qkv;
+
+// One exact 64-bit sum per head of [B, tokens, heads, D]: bit patterns weighted by their place, modulo 2^64, so that
+// it does not depend on strides or on the order of summation, and sees swapped tokens.
+std::vector<int64_t> checksums(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach().contiguous();
+  const at::ScalarType bits = plain.element_size() == 8   ? at::kLong
+                              : plain.element_size() == 4 ? at::kInt
+                                                          : at::kShort;
+  const at::Tensor values = plain.view(bits).to(at::kLong);
+  const auto place = [&](int64_t dim, int64_t factor) {
+    std::vector<int64_t> sizes(4, 1);
+    sizes[static_cast<size_t>(dim)] = values.size(dim);
+    return at::arange(1, values.size(dim) + 1, values.options()).mul(factor).view(sizes);
+  };
+  const at::Tensor weight = place(0, 1000003).add(place(1, 7919)).add(place(3, 104729)).bitwise_or(1);
+  const at::Tensor sums = values.mul(weight).sum({0, 1, 3}).to(at::kCPU);
+  return {sums.const_data_ptr<int64_t>(), sums.const_data_ptr<int64_t>() + sums.numel()};
+}
+
+std::string kv_problem(const AttentionPlan& plan, const LocalWork& work, const Qkv& views,
+                       const std::vector<std::vector<int64_t>>& announced) {
+  const int64_t tokens = views.k.size(1);
+  if (tokens != plan.kv_seq_len() || views.v.size(1) != tokens)
+    return base::cat("this backend's K covers ", tokens, " and its V ", views.v.size(1), " of ", plan.kv_seq_len(),
+                     " tokens");
+  const auto heads = plan.num_kv_heads;
+  if (work.kv_head_begin + views.k.size(2) > heads)
+    return base::cat("this backend's K has ", views.k.size(2), " heads from head ", work.kv_head_begin, " of ", heads);
+  int64_t begin = 0;
+  for (size_t rank = 0; rank < plan.kv_lengths.size(); ++rank) {
+    const int64_t length = plan.kv_lengths[rank];
+    const auto k = checksums(views.k.narrow(1, begin, length));
+    const auto v = checksums(views.v.narrow(1, begin, length));
+    for (size_t head = 0; head < k.size(); ++head) {
+      const size_t global = head + static_cast<size_t>(work.kv_head_begin);
+      const bool same_k = k[head] == announced[rank][global];
+      const bool same_v = v[head] == announced[rank][global + static_cast<size_t>(heads)];
+      if (!same_k || !same_v)
+        return base::cat("tokens ", begin, "-", begin + length - 1, " of ", same_k ? "V" : "K", " (head ", global,
+                         ") are not what rank ", rank, " holds");
+    }
+    begin += length;
+  }
+  return "";
+}
+
+}  // namespace
+
+void check_kv_content(const AttentionPlan& plan, const LocalWork& work, const Qkv& shards, const Qkv& views,
+                      const exchange::Group& group) {
+  std::vector<int64_t> announced = checksums(shards.k.narrow(1, 0, plan.kv_length()));
+  const std::vector<int64_t> v = checksums(shards.v.narrow(1, 0, plan.kv_length()));
+  announced.insert(announced.end(), v.begin(), v.end());
+  const std::string problem = kv_problem(plan, work, views, group.gather_numbers(announced));
+  // A fault may show on some ranks only, and nobody may go on alone.
+  std::vector<base::Problem> problems;
+  for (const std::vector<int64_t>& bad : group.gather_numbers({problem.empty() ? 0 : 1}))
+    if (bad[0] != 0 && problems.empty())
+      problems.push_back({"CP053", base::ErrorKind::kInvalidArgument,
+                          problem.empty() ? "another rank's keys and values are not the group's" : problem,
+                          "A query must see the keys and values of every rank",
+                          "gather K and V of all ranks in rank order, or leave exchange() to the base class"});
+  base::raise_if_any(std::move(problems), "kv_global_gathered", plan.cp_rank, plan.cp_size);
+}
+
+void check_output(const AttentionPlan& plan, const Qkv& shards, const AttentionResult& result) {
+  const std::vector<int64_t> wanted = {shards.q.size(0), plan.rows, plan.num_heads, plan.v_head_dim};
+  if (result.out.sizes().vec() == wanted) return;
+  base::raise_if_any({{"CP052", base::ErrorKind::kInvalidArgument,
+                       base::cat("restore() returned out ", result.out.sizes(), " for q ", shards.q.sizes()),
+                       "The output is restored on the sequence dimension, 1",
+                       base::cat("return out of shape [", base::join(wanted), "]")}},
+                     "output_restore_dim", plan.cp_rank, plan.cp_size);
+}
+
+}  // namespace ulysses::processors

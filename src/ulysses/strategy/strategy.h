@@ -1,0 +1,76 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "ulysses/exchange/group.h"
+#include "ulysses/kernels/kernel.h"
+#include "ulysses/strategy/plan.h"
+
+namespace ulysses::strategy {
+
+struct Qkv {
+  at::Tensor q, k, v;
+};
+
+// What the exchange received, kept for backward; undefined where nothing was received. See HeadBuffer, gather_tokens.
+struct Buffers {
+  at::Tensor q;   // Ulysses: the rows of q, or of q, k and v together
+  at::Tensor kv;  // rows of k and v where they travelled without q
+};
+
+// What this rank attends with: which queries, which heads, from which global position.
+struct LocalWork {
+  int64_t num_tokens = 0;     // Sq
+  int64_t num_kv_tokens = 0;  // Skv
+  int64_t q_begin = 0;        // global position of the first query
+  int64_t q_head_begin = 0;   // global number of the first query head
+  int64_t kv_head_begin = 0;  // global number of the first KV head
+  std::vector<partition::HeadRun> runs;  // uniform head groups, at most three; empty for a rank without work
+};
+
+// How a call is spread over the ranks: four pure data movements around the local attention, forward and backward side
+// by side. Backward mirrors forward with the same collectives, so that every rank takes part whatever it owns.
+class Strategy {
+ public:
+  virtual ~Strategy() = default;
+  virtual std::string_view name() const = 0;
+  virtual LocalWork local_work(const AttentionPlan& plan) const = 0;
+
+  // [B, rows, H, ·] shards → what arrives here.
+  virtual Buffers exchange(const AttentionPlan& plan, const Qkv& qkv, const exchange::Group& group) const = 0;
+  // q [B, Sq, h, D], k [B, Skv, h_kv, D], v [B, Skv, h_kv, D_v]: strided views of what arrived, or of the shards.
+  virtual Qkv views(const AttentionPlan& plan, const Buffers& buffers, const Qkv& shards) const = 0;
+  // Gradients of the views → gradients of the shards, complete, padding rows zero.
+  virtual Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const exchange::Group& group) const = 0;
+
+  // Local out [B, Sq, h, D_v] and lse [B, h, Sq] → shards out [B, rows, H, D_v] and, when asked for, lse [B, H, rows].
+  virtual kernels::KernelOutput restore(const AttentionPlan& plan, const kernels::KernelOutput& local,
+                                        const exchange::Group& group) const = 0;
+  virtual at::Tensor restore_backward(const AttentionPlan& plan, const at::Tensor& grad_out,
+                                      const exchange::Group& group) const = 0;
+
+  // What backward reads besides the buffers: shards (by views()), and the local out where the returned out is not it.
+  struct Needs {
+    bool q, kv, local_out;
+  };
+  virtual Needs backward_needs() const = 0;
+};
+
+// The strategy that serves a plan: a group of one needs no communication whatever its name.
+const Strategy& strategy_for(std::string_view name, const AttentionPlan& plan);
+
+const Strategy& ulysses_strategy();
+const Strategy& allgather_kv_strategy();
+const Strategy& single_rank_strategy();
+
+// [B, length, …] → [B, rows, …] with zero rows behind; returned as it is if there are none to add.
+at::Tensor pad_tokens(const at::Tensor& tensor, int64_t rows);
+
+// Local out and lse without padding rows → with them: out 0, lse −inf.
+kernels::KernelOutput pad_rows(const kernels::KernelOutput& local, int64_t rows, bool with_lse);
+
+}  // namespace ulysses::strategy
