@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 
-CONFIGURE = $(CMAKE) --preset $@ --log-level=WARNING -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
+CONFIGURE = $(CMAKE) --preset $@ --log-level=WARNING >/dev/null
 CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.h')
 CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
 PYTHON_DIRS = python tests examples scripts
@@ -61,7 +61,7 @@ lint: setup
 	@$(BIN)/ruff check --quiet $(PYTHON_DIRS)
 	@$(BIN)/ruff format --check --quiet $(PYTHON_DIRS)
 	@$(BIN)/mypy --no-error-summary python/ulysses_attention
-	@$(CMAKE) --preset core --log-level=WARNING -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
+	@$(CMAKE) --preset core --log-level=WARNING >/dev/null
 	@printf '%s\n' $(CORE_FILES) | xargs -P $(JOBS) -n 4 clang-tidy -p build/core --quiet 2>/dev/null
 	@echo "lint: ok"
 

@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "planner": {"partition"},
     "transports": {"base"},
     "exchange": {"partition"},
-    "kernels": {"partition"},
+    "kernels": {"contract"},
     "strategy": {"exchange", "kernels"},
     "processors": {"strategy"},
     "doctor": {"processors", "planner", "transports"},
@@ -106,35 +106,38 @@ FUNCTION = re.compile(r"\)\s*(const|noexcept|override|final|mutable|&|&&|->[^{}]
 
 
 def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
-    """(first line, number of lines) of each outermost function body; a rough reading of braces."""
+    """(line of its brace, number of lines) of each outermost function body; a rough reading of braces.
+
+    A body that only returns a braced list is a table: data, whatever its length.
+    """
     text = blank_cpp(text)
     head_start = 0
     depth_inside = 0
     first_line = 0
+    is_table = False
     for match in re.finditer(r"[{};]", text):
         char = match.group()
         if depth_inside:
             depth_inside += {"{": 1, "}": -1, ";": 0}[char]
-            if depth_inside == 0:
+            if depth_inside == 0 and not is_table:
                 yield first_line, text.count("\n", 0, match.start()) + 2 - first_line
         elif char == "{":
             head = text[head_start : match.start()]
             if FUNCTION.search(head) and not NOT_A_FUNCTION.search(head):
                 depth_inside = 1
-                first_line = text.count("\n", 0, head_start + len(head) - len(head.lstrip())) + 1
+                first_line = text.count("\n", 0, match.start()) + 1
+                is_table = re.match(r"\s*return\s*\{", text[match.end() :]) is not None
         if not depth_inside:
             head_start = match.end()
 
 
 def python_functions(text: str) -> Iterator[tuple[int, int]]:
-    """(first line, number of lines) of each function, its docstring not counted."""
+    """(first line, number of lines) of each function, without its signature and docstring, which are for the reader."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
             first = node.body[0]
-            if ast.get_docstring(node) is not None:
-                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-            yield node.lineno, lines
+            before = first.lineno - 1 if ast.get_docstring(node) is None else first.end_lineno
+            yield node.lineno, (node.end_lineno or node.lineno) - (before or first.lineno)
 
 
 def check_sizes(root: Path) -> Iterator[str]:

@@ -75,8 +75,8 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
   rm -rf .venv
   "$python" -m venv .venv
 fi
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
-echo "setup: torch $torch_version and the pinned tools into .venv (once)"
+pip=(.venv/bin/python -m pip --disable-pip-version-check install -qq)
+echo "setup: torch $torch_version and the pinned tools into .venv (once; some minutes on a slow network)"
 index=()
 if [ -n "${TORCH_INDEX_URL:-}" ]; then index=(--extra-index-url "$TORCH_INDEX_URL"); fi
 retry "${pip[@]}" "${index[@]}" "torch==$torch_version"

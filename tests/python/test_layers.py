@@ -76,7 +76,7 @@ def cpp_function(lines: int) -> str:
 
 
 def python_function(lines: int) -> str:
-    return 'def f():\n    """Not\n    counted."""\n' + "    x = 1\n" * (lines - 1)
+    return 'def f(\n    not_counted,\n):\n    """Not\n    counted."""\n' + "    x = 1\n" * lines
 
 
 @pytest.mark.parametrize(("name", "make"), [("src/ulysses/base/a.cpp", cpp_function), ("python/a.py", python_function)])
@@ -87,6 +87,12 @@ def test_a_function_over_60_lines_is_found(tmp_path: Path, name: str, make) -> N
     status, output = check(tmp_path)
     assert status == 1
     assert "function of 61 lines" in output
+
+
+def test_a_long_table_is_no_long_function(tmp_path: Path) -> None:
+    rows = "".join(f"      {{{i}, [] {{ return {i}; }}}},\n" for i in range(100))
+    write(tmp_path, "src/ulysses/base/a.cpp", f"std::vector<Row> rows() {{\n  return {{\n{rows}  }};\n}}\n")
+    assert check(tmp_path) == (0, "")
 
 
 def test_a_file_over_400_lines_is_found(tmp_path: Path) -> None:
