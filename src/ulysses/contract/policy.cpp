@@ -33,7 +33,7 @@ constexpr std::array<PolicyField, 8> kFields = {{
     {"output_restore_dim", "1", "sequence dimension of the output; must be that of `qkv_format` (1 for bshd)"},
     {"base_processor", "\"UlyssesAttentionProcessor\"", "class that every backend inherits; another value is refused"},
     {"required_checks", "(\"seq_divisible\", \"kv_global_gathered\", \"output_restore_dim\")",
-     "checks that the base class runs and the doctor proves; removing or misspelling one is refused"},
+     "checks that the base class runs in every forward; removing or misspelling one is refused"},
 }};
 
 struct ConfigFacts {
