@@ -1,5 +1,6 @@
 #include "ulysses/contract/options_text.h"
 
+#include <charconv>
 #include <functional>
 #include <map>
 #include <string>
@@ -26,6 +27,17 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return parts;
 }
 
+// Python's integers have no bound; ours do.
+int64_t to_int64(const std::string& value) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error != std::errc() || end != value.data() + value.size())
+    throw base::Error({{"CP007", base::ErrorKind::kInvalidArgument, base::cat(value, " is not a 64-bit integer"), "",
+                        "a number between 1 and 2^62"}},
+                      "ulysses_attention");
+  return number;
+}
+
 using Setter = std::function<void(ParsedOptions&, const std::string&)>;
 
 Setter text_field(std::string AttentionOptions::* field) {
@@ -42,7 +54,7 @@ Setter policy_field(Field UlyssesContextParallelPolicy::* field) {
     } else if constexpr (std::is_same_v<Field, bool>) {
       parsed.options.policy.*field = value == "1";
     } else {
-      parsed.options.policy.*field = std::stoll(value);
+      parsed.options.policy.*field = to_int64(value);
     }
   };
 }
@@ -62,9 +74,9 @@ const std::map<std::string, Setter, std::less<>>& setters() {
       {"kv_role", text_field(&AttentionOptions::kv_role)},
       {"causal_alignment", text_field(&AttentionOptions::causal_alignment)},
       {"outer", text_field(&AttentionOptions::outer)},
-      {"cp_size", [](ParsedOptions& p, const std::string& v) { p.options.requested_cp_size = std::stoll(v); }},
-      {"cp_rank", [](ParsedOptions& p, const std::string& v) { p.layout.cp_rank = std::stoll(v); }},
-      {"kv_cp_rank", [](ParsedOptions& p, const std::string& v) { p.kv_layout.cp_rank = std::stoll(v); }},
+      {"cp_size", [](ParsedOptions& p, const std::string& v) { p.options.requested_cp_size = to_int64(v); }},
+      {"cp_rank", [](ParsedOptions& p, const std::string& v) { p.layout.cp_rank = to_int64(v); }},
+      {"kv_cp_rank", [](ParsedOptions& p, const std::string& v) { p.kv_layout.cp_rank = to_int64(v); }},
       {"order", [](ParsedOptions& p, const std::string& v) { p.layout.order = p.kv_layout.order = v; }},
       {"requested", add_requested},
       {"policy.backend_name", policy_field(&Policy::backend_name)},

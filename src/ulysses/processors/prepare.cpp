@@ -54,7 +54,8 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
   }
   const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
   const auto rows = [](const contract::TensorSpec& tensor) { return tensor.sizes.size() > 1 ? tensor.sizes[1] : -1; };
-  const std::string text = failed ? contract::failure_text(problems, spec) : contract::fingerprint_text(spec);
+  const std::string text = failed ? contract::failed_fingerprint(problems)
+                                  : contract::fingerprint_text(contract::fingerprint_fields(spec, requires_grad_mask));
   const exchange::Agreement agreement =
       exchange::agree(group, text, failed, {rows(spec.q), rows(spec.k)}, mode, exchange_lengths);
   if (!agreement.texts.empty()) {
