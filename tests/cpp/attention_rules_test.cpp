@@ -326,8 +326,8 @@ TEST(CheckAttention, EveryWordIsCheckedCP033) {
 }
 
 TEST(CheckAttention, PadModeTakesAnyEqualLocalLengthWithoutALayout) {
-  AttentionSpec spec = legal();
   for (const int64_t rows : {0, 1, 7, 750}) {
+    AttentionSpec spec = legal();
     for (TensorSpec* tensor : {&spec.q, &spec.k, &spec.v}) set_rows(*tensor, rows);
     EXPECT_EQ(ids(check_attention(spec)), Ids{}) << rows;
   }
@@ -350,8 +350,7 @@ TEST(CheckAttention, ReportsAllFailedRulesInTheOrderOfIds) {
 }
 
 TEST(CheckAttention, AnyGarbageIsSafe) {
-  constexpr int64_t kMin = std::numeric_limits<int64_t>::min();
-  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMin = INT64_MIN, kMax = INT64_MAX;
   const std::vector<std::vector<int64_t>> shapes = {{},
                                                     {0},
                                                     {0, 0, 0, 0},

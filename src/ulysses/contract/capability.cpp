@@ -66,7 +66,7 @@ constexpr std::array kRows = {
                          "full and diagonal blocks by global position")),
     refused(Feature::kBottomRightCausal, "bottom_right_causal", "CP048", "causal_alignment=\"top_left\""),
     supported(Feature::kSoftmaxScale, "softmax_scale", "handed to the kernel", "handed to the kernel"),
-    supported(Feature::kReturnLse, "return_lse", "travels back beside the output", "local already"),
+    supported(Feature::kReturnLse, "return_lse", "of the local queries, all heads", "of the local queries, all heads"),
     supported(Feature::kCrossLengths, "cross_lengths", "kv_layout; q and k/v travel in two collectives", "kv_layout"),
     supported(Feature::kValueHeadDim, "value_head_dim", "a kernel that can (math)", "a kernel that can (math)"),
     refused(Feature::kWindow, "window", "CP041", "window=None (full attention)"),

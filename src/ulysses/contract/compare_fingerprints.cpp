@@ -102,7 +102,7 @@ std::vector<Problem> problems_of_failed_ranks(const std::vector<std::string>& te
         return other.id == problem.id && other.what == problem.what && other.fix == problem.fix;
       });
       if (known == failures.end()) {
-        failures.push_back({std::move(problem), {rank}});
+        failures.emplace_back(std::move(problem), std::vector<size_t>{rank});
       } else if (known->second.back() != rank) {
         known->second.push_back(rank);
       }
