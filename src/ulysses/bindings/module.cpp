@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
   bind_contract(module);
   bind_transports(module);
   bind_processors(module);
+  bind_doctor(module);
 }
 
 }  // namespace ulysses::bindings

@@ -82,7 +82,7 @@ void bind_contract(py::module_& module) {
   });
   module.def("sequence_layout", [](int64_t seq_len, int64_t cp_size, const std::string& policy,
                                    const std::string& order, std::optional<int64_t> cp_rank) {
-    partition::refuse_order(order);
+    partition::token_order(order);
     return lengths_of(SequenceLayout(seq_len, cp_size, policy_from_text(policy), cp_rank));
   });
   module.def("sequence_layout_from_lengths", [](std::vector<int64_t> lengths, std::optional<int64_t> cp_rank) {

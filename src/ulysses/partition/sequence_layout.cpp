@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "ulysses/base/error.h"
+#include "ulysses/base/text.h"
+#include "ulysses/contract/capability.h"
 #include "ulysses/contract/rules.h"
 
 namespace ulysses::partition {
@@ -35,6 +37,19 @@ void check(const UlyssesContextParallelPolicy& policy, int64_t seq_len, int64_t 
 }
 
 }  // namespace
+
+TokenOrder token_order(std::string_view word) {
+  if (word == "contiguous") return TokenOrder::kContiguous;
+  const contract::Capability& cell = contract::capability("ulysses", contract::Feature::kHeadTailOrder);
+  if (word == "head_tail")
+    base::raise_if_any({{std::string(cell.id), base::ErrorKind::kUnsupported, "order=head_tail is not supported yet",
+                         "", "order=\"contiguous\""}},
+                       kOp);
+  base::raise_if_any({{"CP033", base::ErrorKind::kInvalidArgument, base::cat("order=", word, " is unknown"), "",
+                       "order=\"contiguous\""}},
+                     kOp);
+  return TokenOrder::kContiguous;
+}
 
 SequenceLayout::SequenceLayout(int64_t seq_len, int64_t cp_size, const UlyssesContextParallelPolicy& policy,
                                std::optional<int64_t> cp_rank)

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "ulysses/contract/policy.h"
@@ -10,6 +11,9 @@
 namespace ulysses::partition {
 
 enum class TokenOrder { kContiguous };
+
+// "contiguous". Errors: CP049 for "head_tail", which no strategy serves yet; CP033 for another word.
+TokenOrder token_order(std::string_view word);
 
 // Which rank holds which tokens. A value; any length, also shorter than the rank count.
 // Units: tokens. Errors: CP002–CP007 (policy, sizes), CP010, CP011 (strict mode), CP012 (lengths), CP015 (cp_rank).

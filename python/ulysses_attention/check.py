@@ -1,0 +1,32 @@
+"""One call in your own script: is this attention right over this group?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ulysses_attention import _C
+from ulysses_attention._C import AttentionCheck
+from ulysses_attention._request import resolve_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AttentionCheck", "check_attention"]
+
+
+def check_attention(
+    fn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> AttentionCheck:
+    """Run fn(q, k, v) on small local shards and say `ok`, or in one plain sentence what is wrong.
+
+    fn:     any context-parallel attention, of this library or not: q, k, v [B, S_local, H, D] → out like q.
+    Returns an AttentionCheck with ok, diagnosis and the largest errors of out, dq, dk and dv against float64; equal on
+    every rank. str() of it is the line to print.
+    Comm:   three calls of fn, one backward, and a few small collectives; every rank must call it. Under a second.
+    """
+    return _C.check_attention(fn, resolve_group(group)[0])

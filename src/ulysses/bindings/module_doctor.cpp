@@ -1,0 +1,35 @@
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "ulysses/bindings/module.h"
+#include "ulysses/doctor/check_attention.h"
+
+namespace ulysses::bindings {
+
+namespace py = pybind11;
+using doctor::AttentionCheck;
+
+void bind_doctor(py::module_& module) {
+  py::class_<AttentionCheck>(module, "AttentionCheck", "What check_attention found; equal on every rank.")
+      .def_property_readonly("ok", &AttentionCheck::ok)
+      .def_readonly("diagnosis", &AttentionCheck::diagnosis)
+      .def_readonly("forward_error", &AttentionCheck::forward_error)
+      .def_readonly("dq_error", &AttentionCheck::dq_error)
+      .def_readonly("dk_error", &AttentionCheck::dk_error)
+      .def_readonly("dv_error", &AttentionCheck::dv_error)
+      .def("__str__", &AttentionCheck::text)
+      .def("__repr__", &AttentionCheck::text);
+  module.def(
+      "check_attention",
+      [](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        const auto attention = [&function](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+          const py::gil_scoped_acquire gil;
+          return py::cast<at::Tensor>(function(q, k, v));
+        };
+        const py::gil_scoped_release no_gil;
+        return doctor::check_attention(attention, exchange::Group(group));
+      },
+      py::arg("function"), py::arg("group"));
+}
+
+}  // namespace ulysses::bindings
