@@ -6,7 +6,7 @@
 
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
-#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/contract/options_text.h"
 #include "ulysses/kernels/kernel.h"
 #include "ulysses/processors/attention_processor.h"

@@ -12,7 +12,7 @@
 // The schemas of the operator library "ulysses", and C++ signatures that match them. One place for both.
 namespace ulysses::bindings {
 
-// Arguments of bindings/op_call.h, in schema order.
+// Arguments of bindings/ops_call.h, in schema order.
 #define ULYSSES_CALL_SCHEMA                                                                                     \
   "str group_name, int cp_size, int cp_rank, SymInt[] lengths, SymInt[] padded_lengths, SymInt[] kv_lengths, "  \
   "SymInt[] kv_padded_lengths, bool is_causal, float? softmax_scale, bool return_lse, str config"

@@ -4,7 +4,7 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
-#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
 #include "ulysses/processors/attend_runs.h"
 #include "ulysses/processors/kernel_processor.h"

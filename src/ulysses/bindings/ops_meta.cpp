@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "ulysses/base/error.h"
-#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
 #include "ulysses/contract/options_text.h"
 #include "ulysses/partition/head_ranges.h"

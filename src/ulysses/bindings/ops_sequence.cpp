@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/exchange/token_gather.h"

@@ -1,4 +1,4 @@
-#include "ulysses/bindings/op_call.h"
+#include "ulysses/bindings/ops_call.h"
 
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/Exception.h>
