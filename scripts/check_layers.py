@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "planner": {"partition"},
     "transports": {"base"},
     "exchange": {"partition"},
-    "kernels": {"contract"},
+    "kernels": {"partition"},
     "strategy": {"exchange", "kernels"},
     "processors": {"strategy"},
     "doctor": {"processors", "planner", "transports"},
