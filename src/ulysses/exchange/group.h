@@ -34,7 +34,8 @@ class Group {
   void rows_to_ranks(at::Tensor& recv, const at::Tensor& send, std::vector<int64_t> recv_counts,
                      std::vector<int64_t> send_counts) const;
   // One collective: every rank's `local` (1-D, contiguous, counts[rank()] elements) side by side in rank order.
-  // Uneven counts on every transport; W − 1 payloads a rank.
+  // Uneven counts on every transport; W − 1 payloads a rank. Where the transport takes uneven counts only in one buffer
+  // (Gloo), `local` is repeated W times in memory for the call.
   void gather_rows(at::Tensor& recv, const at::Tensor& local, const std::vector<int64_t>& counts) const;
   // Equal-size gather of small host data: [size(), n] of int64.
   std::vector<std::vector<int64_t>> gather_numbers(const std::vector<int64_t>& local) const;

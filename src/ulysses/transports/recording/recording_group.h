@@ -14,9 +14,10 @@ class ProcessGroup;
 
 namespace ulysses::transports {
 
-// One collective as the group was handed it.
+// One call as the group was handed it. Bytes by the meaning of the collective, not by a backend's algorithm: an
+// all_reduce gives its tensor to each other rank, a reduce_scatter a part to each, a recv or barrier sends nothing.
 struct CollectiveRecord {
-  std::string name;        // "all_to_all", "all_gather", …
+  std::string name;        // all_to_all, all_gather, reduce_scatter, all_reduce, broadcast, send, recv, barrier, …
   int64_t bytes_sent = 0;  // payload to other ranks, own block excluded, read off the buffers and splits
 };
 
@@ -32,7 +33,8 @@ class Recorder {
   std::vector<CollectiveRecord> records_;
 };
 
-// A group that forwards every collective to `inner` and records it first. Registered with c10d under a new name.
+// A group that forwards every collective to `inner` and records it first. Works for any process group; answers to the
+// backend names of `inner`. Registered with c10d under a new name for as long as somebody holds it.
 c10::intrusive_ptr<c10d::ProcessGroup> record_group(const c10::intrusive_ptr<c10d::ProcessGroup>& inner,
                                                     std::shared_ptr<Recorder> recorder);
 

@@ -25,7 +25,10 @@ class ThreadHub;
 // reduce_scatter, all_reduce, broadcast, send/recv and barrier, registered with c10d under a name of its own, so that
 // an op that takes a group name finds it.
 // Every wait ends: with the data, with CP062 after `timeout` naming the ranks that never came, or with CP062 naming
-// the rank that raised. Ranks that call different collectives get CP062 naming both. After abort() the world is dead.
+// the rank that raised. After a timeout or abort() the world is dead. Ranks that call different collectives, or with
+// sizes, dtypes, roots or reductions that don't match, all get the same CP062 with the values; nothing is exchanged
+// and the world stays usable. recv is done when its work is waited for; send never waits.
+// Errors: CP006 (world_size), CP062.
 class ThreadWorld {
  public:
   explicit ThreadWorld(int64_t world_size, std::chrono::milliseconds timeout = std::chrono::seconds(20));
@@ -45,7 +48,8 @@ class ThreadWorld {
 
 // Runs fn(rank, group) on world_size threads and joins them. Each rank gets max(1, cores / world_size) intra-op
 // threads; the caller's setting is restored. If a rank throws, the others are unblocked and the first cause is
-// rethrown (not the errors that it made others raise).
+// rethrown (not the errors that it made others raise). Thread-local torch state (grad mode, inference mode, autocast)
+// is not the caller's: every rank starts with grad enabled.
 using RankFunction = std::function<void(int64_t rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group)>;
 void run_ranks(int64_t world_size, const RankFunction& fn,
                std::chrono::milliseconds timeout = std::chrono::seconds(20));
