@@ -94,7 +94,7 @@ class CudaFlashKernel final : public Kernel {
   }
 };
 
-// GQA, D_v ≠ D and the alignment that a given cuDNN accepts vary with its version: asked of the other kernels.
+// Whether GQA, D_v ≠ D or head dims over 128 work varies with the cuDNN version: refused, the other kernels have them.
 class CudaCudnnKernel final : public Kernel {
  public:
   std::string_view name() const override { return "cuda_cudnn"; }
