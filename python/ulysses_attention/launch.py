@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -121,10 +122,8 @@ class ProcessRanks:
     def close(self) -> None:
         """End the processes and wait for them. run() may be called again."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):  # it may have ended already
                 pipe.send_bytes(pickle.dumps(None))
-            except OSError:
-                pass
         deadline = time.monotonic() + 5.0
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -150,9 +149,7 @@ class ProcessRanks:
             theirs.close()
         self._collect(max(_START_TIMEOUT_S, self.timeout_s), lambda rank, value: None, _serve)
 
-    def _collect(
-        self, limit_s: float, on_post: Callable[[int, Any], None], fn: Callable[..., Any]
-    ) -> list[Any]:
+    def _collect(self, limit_s: float, on_post: Callable[[int, Any], None], fn: Callable[..., Any]) -> list[Any]:
         """One answer from every rank, or an error that says which rank gave which."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}

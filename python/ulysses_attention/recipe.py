@@ -1,5 +1,8 @@
 """Context-parallel attention in one function of plain torch, to copy without installing anything."""
 
+# mypy: ignore-errors
+# (left without types: it must stay short enough to copy)
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,8 +17,10 @@ def context_parallel_attention(q, k, v, seq_len=None, group=None):
     lengths = sorted({n for pair in every for n in pair.tolist()})
     if len(lengths) != 1:
         total = sum(int(pair[0]) for pair in every)
-        raise ValueError(f"local lengths {[p.tolist() for p in every]} (k, q) differ: pad the end of the sequence from "
-                         f"{total} to {-(-total // world) * world} tokens, cut equal shards, pass seq_len={total}")
+        raise ValueError(
+            f"local lengths {[p.tolist() for p in every]} (k, q) differ: pad the end of the sequence from "
+            f"{total} to {-(-total // world) * world} tokens, cut equal shards, pass seq_len={total}"
+        )
 
     class GatherTokens(torch.autograd.Function):
         @staticmethod

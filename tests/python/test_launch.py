@@ -67,7 +67,7 @@ def test_a_failing_rank_ends_the_others_and_the_world_restarts() -> None:
     with ProcessRanks(2) as ranks:
         pids = ranks.run(_pid)
         start = time.monotonic()
-        with pytest.raises(RankError, match="(?s)rank 1 failed.*_fail_on.*the reason") as caught:
+        with pytest.raises(RankError, match=r"(?s)rank 1 failed.*_fail_on.*the reason") as caught:
             ranks.run(_fail_on, 1)
         assert caught.value.rank == 1 and time.monotonic() - start < 5
         assert not any(_is_running(pid) for pid in pids)

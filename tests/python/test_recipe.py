@@ -27,7 +27,9 @@ def _oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Te
 
 def _forward_backward(rank: int, group: Any, seq_len: int, num_kv_heads: int) -> list[torch.Tensor]:
     rows = -(-seq_len // WORLD)
-    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows * WORLD - seq_len)) for x in _inputs(seq_len, num_kv_heads)]
+    padded = [
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows * WORLD - seq_len)) for x in _inputs(seq_len, num_kv_heads)
+    ]
     q, k, v, weights = (x[:, rank * rows : (rank + 1) * rows] for x in padded)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     out = context_parallel_attention(q, k, v, seq_len=seq_len, group=group)
