@@ -1,5 +1,6 @@
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "ulysses/bindings/module.h"
 #include "ulysses/doctor/check_attention.h"

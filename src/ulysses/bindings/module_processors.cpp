@@ -1,8 +1,9 @@
 #include <ATen/ops/arange.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
@@ -121,10 +122,9 @@ void bind_call(py::module_& module) {
       .def_readonly("lengths", &AttentionPlan::lengths)
       .def_readonly("kv_lengths", &AttentionPlan::kv_lengths)
       .def_readonly("rows", &AttentionPlan::rows)
-      .def_property_readonly("q_heads",
-                             [](const AttentionPlan& plan) {
-                               return range_pair(plan.heads.query[static_cast<size_t>(plan.cp_rank)]);
-                             })
+      .def_property_readonly(
+          "q_heads",
+          [](const AttentionPlan& plan) { return range_pair(plan.heads.query[static_cast<size_t>(plan.cp_rank)]); })
       .def_property_readonly("kv_heads", [](const AttentionPlan& plan) {
         return range_pair(plan.heads.kv[static_cast<size_t>(plan.cp_rank)]);
       });

@@ -1,7 +1,8 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "ulysses/bindings/module.h"
 #include "ulysses/exchange/group.h"

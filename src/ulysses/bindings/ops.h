@@ -13,14 +13,14 @@
 namespace ulysses::bindings {
 
 // Arguments of bindings/ops_call.h, in schema order.
-#define ULYSSES_CALL_SCHEMA                                                                                     \
-  "str group_name, int cp_size, int cp_rank, SymInt[] lengths, SymInt[] padded_lengths, SymInt[] kv_lengths, "  \
+#define ULYSSES_CALL_SCHEMA                                                                                    \
+  "str group_name, int cp_size, int cp_rank, SymInt[] lengths, SymInt[] padded_lengths, SymInt[] kv_lengths, " \
   "SymInt[] kv_padded_lengths, bool is_causal, float? softmax_scale, bool return_lse, str config"
-#define ULYSSES_CALL_PARAMETERS                                                                        \
-  std::string_view group_name, int64_t cp_size, int64_t cp_rank, c10::SymIntArrayRef lengths,          \
+#define ULYSSES_CALL_PARAMETERS                                                                                  \
+  std::string_view group_name, int64_t cp_size, int64_t cp_rank, c10::SymIntArrayRef lengths,                    \
       c10::SymIntArrayRef padded_lengths, c10::SymIntArrayRef kv_lengths, c10::SymIntArrayRef kv_padded_lengths, \
       bool is_causal, std::optional<double> softmax_scale, bool return_lse, std::string_view config
-#define ULYSSES_CALL_ARGUMENTS                                                                                  \
+#define ULYSSES_CALL_ARGUMENTS                                                                                    \
   group_name, cp_size, cp_rank, lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal, softmax_scale, \
       return_lse, config
 
@@ -65,6 +65,5 @@ inline constexpr const char* kGatherSequenceBackwardSchema =
     "int dim, str grad) -> Tensor";
 using GatherSequenceBackward = at::Tensor(const at::Tensor&, c10::SymInt, std::string_view, int64_t,
                                           c10::SymIntArrayRef, int64_t, std::string_view);
-
 
 }  // namespace ulysses::bindings

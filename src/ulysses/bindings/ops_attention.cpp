@@ -4,8 +4,8 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
-#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/processors/attend_runs.h"
 #include "ulysses/processors/kernel_processor.h"
 #include "ulysses/processors/tensor_spec.h"
@@ -43,8 +43,8 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
   const Strategy& strategy = strategy::strategy_for(options.strategy, trace.plan);
   const auto plain = qkv.q.options().requires_grad(false);
   const at::Tensor saved_lse = own(trace.local.lse);
-  const at::Tensor lse = call.return_lse ? trace.result.lse.clone(at::MemoryFormat::Contiguous)
-                                         : at::empty({0}, saved_lse.options());
+  const at::Tensor lse =
+      call.return_lse ? trace.result.lse.clone(at::MemoryFormat::Contiguous) : at::empty({0}, saved_lse.options());
   return {own(trace.result.out),
           lse,
           or_empty(trace.buffers.q, plain),

@@ -7,8 +7,8 @@
 #include <torch/library.h>
 
 #include "ulysses/base/error.h"
-#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/strategy/strategy.h"
 
 namespace ulysses::bindings {
@@ -55,8 +55,8 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
     const bool single = cp_size == 1;
     const bool ulysses = !single && saved_q.sym_numel() != 0;
     const at::Tensor none = at::empty({0}, q.options().requires_grad(false));
-    context->save_for_backward({ulysses ? none : q, single ? k : none, single ? v : none, ulysses ? none : out,
-                                saved_q, saved_kv, saved_out, saved_lse, saved_lengths});
+    context->save_for_backward({ulysses ? none : q, single ? k : none, single ? v : none, ulysses ? none : out, saved_q,
+                                saved_kv, saved_out, saved_lse, saved_lengths});
     context->mark_non_differentiable({lse});
     return {out, lse};
   }
@@ -72,12 +72,12 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
     const auto kv_padded_lengths = data["kv_padded_lengths"].toSymIntVector();
     const auto sizes = data["sizes"].toSymIntVector();
     const auto scale = data["softmax_scale"];
-    const auto [dq, dk, dv] = op.call(
-        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6], saved[7], saved[8], sizes,
-        data["group_name"].toStringRef(), data["cp_size"].toInt(), data["cp_rank"].toInt(), lengths, padded_lengths,
-        kv_lengths, kv_padded_lengths, data["is_causal"].toBool(),
-        scale.isNone() ? std::nullopt : std::optional<double>(scale.toDouble()), data["return_lse"].toBool(),
-        data["config"].toStringRef());
+    const auto [dq, dk, dv] =
+        op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6], saved[7], saved[8],
+                sizes, data["group_name"].toStringRef(), data["cp_size"].toInt(), data["cp_rank"].toInt(), lengths,
+                padded_lengths, kv_lengths, kv_padded_lengths, data["is_causal"].toBool(),
+                scale.isNone() ? std::nullopt : std::optional<double>(scale.toDouble()), data["return_lse"].toBool(),
+                data["config"].toStringRef());
     return {dq, dk, dv, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 

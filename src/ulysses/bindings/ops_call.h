@@ -30,7 +30,8 @@ struct OpCall {
   contract::AttentionOptions options() const;
 };
 
-// Runs body and rethrows our errors as the c10 errors that Python sees as ValueError, NotImplementedError, RuntimeError.
+// Runs body and rethrows our errors as the c10 errors that Python sees as ValueError, NotImplementedError,
+// RuntimeError.
 void translate_errors(const std::function<void()>& body);
 
 }  // namespace ulysses::bindings

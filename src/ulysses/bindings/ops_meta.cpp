@@ -4,8 +4,8 @@
 #include <torch/library.h>
 
 #include "ulysses/base/error.h"
-#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/contract/options_text.h"
 #include "ulysses/partition/head_ranges.h"
 
@@ -45,11 +45,12 @@ bool split_layouts(const at::Tensor& q, const at::Tensor& k, const OpCall& call)
 
 void refuse_unknown_lengths(const contract::UlyssesContextParallelPolicy& policy, const OpCall& call) {
   if (policy.require_seq_divisible || !call.lengths.empty() || call.cp_size == 1) return;
-  base::raise_if_any({{"CP064", base::ErrorKind::kUnsupported,
-                       "require_seq_divisible=False without a layout exchanges lengths on every call, and a traced graph "
-                       "needs them beforehand",
-                       "", "pass layout=SequenceLayout(seq_len, cp_size, policy), or call without torch.compile"}},
-                     "ulysses_attention", call.cp_rank, call.cp_size);
+  base::raise_if_any(
+      {{"CP064", base::ErrorKind::kUnsupported,
+        "require_seq_divisible=False without a layout exchanges lengths on every call, and a traced graph "
+        "needs them beforehand",
+        "", "pass layout=SequenceLayout(seq_len, cp_size, policy), or call without torch.compile"}},
+      "ulysses_attention", call.cp_rank, call.cp_size);
 }
 
 AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, OpCall call) {
@@ -74,8 +75,13 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   if (call.cp_size == 1 || options.strategy == "allgather_kv") {
     const at::Tensor saved_kv =
         call.cp_size == 1 ? nothing(plain) : empty({kv_tokens.global, batch, num_kv_heads * (d + d_v)}, plain);
-    return {out, lse, nothing(plain), saved_kv, nothing(plain),
-            empty({batch, num_heads, q_tokens.local}, lse_options), no_lengths};
+    return {out,
+            lse,
+            nothing(plain),
+            saved_kv,
+            nothing(plain),
+            empty({batch, num_heads, q_tokens.local}, lse_options),
+            no_lengths};
   }
   const partition::HeadRanges heads = partition::head_ranges(num_heads, num_kv_heads, call.cp_size);
   const int64_t h = heads.query[self].size();

@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "ulysses/bindings/ops_call.h"
 #include "ulysses/bindings/ops.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/exchange/token_gather.h"
 
@@ -37,10 +37,9 @@ at::Tensor gather_sequence_backward(const at::Tensor& grad_gathered, c10::SymInt
                                     int64_t, c10::SymIntArrayRef lengths, int64_t dim, std::string_view grad) {
   at::Tensor result;
   translate_errors([&] {
-    result = exchange::gather_sequence_backward(grad_gathered, C10_AS_INTARRAYREF_SLOW(lengths).vec(),
-                                                rows.guard_int(__FILE__, __LINE__), dim,
-                                                grad == "sum" ? GatherGrad::kSum : GatherGrad::kSlice,
-                                                Group::resolve(std::string(group_name)));
+    result = exchange::gather_sequence_backward(
+        grad_gathered, C10_AS_INTARRAYREF_SLOW(lengths).vec(), rows.guard_int(__FILE__, __LINE__), dim,
+        grad == "sum" ? GatherGrad::kSum : GatherGrad::kSlice, Group::resolve(std::string(group_name)));
   });
   return result;
 }
@@ -84,7 +83,11 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
     const auto lengths = data["lengths"].toSymIntVector();
     return {op.call(grads[0], data["rows"].toSymInt(), data["group_name"].toStringRef(), data["cp_rank"].toInt(),
                     lengths, data["dim"].toInt(), data["grad"].toStringRef()),
-            {}, {}, {}, {}, {}};
+            {},
+            {},
+            {},
+            {},
+            {}};
   }
 };
 

@@ -33,7 +33,7 @@ struct AttentionOptions {
   UlyssesContextParallelPolicy policy;
   std::optional<int64_t> requested_cp_size;  // the caller's cp_size argument
   std::optional<LayoutSpec> layout;
-  std::optional<LayoutSpec> kv_layout;       // defaults to layout
+  std::optional<LayoutSpec> kv_layout;  // defaults to layout
   std::string strategy = "ulysses";
   std::string kernel = "auto";
   std::string agreement = "auto";
@@ -43,8 +43,8 @@ struct AttentionOptions {
   std::string outer = "ring";
   bool is_causal = false;
   bool return_lse = false;
-  std::optional<double> softmax_scale;       // default 1 / sqrt(D)
-  std::vector<Feature> requested;            // features asked for by arguments that no field above describes
+  std::optional<double> softmax_scale;  // default 1 / sqrt(D)
+  std::vector<Feature> requested;       // features asked for by arguments that no field above describes
 };
 
 // One call of the operation on one rank, complete and free of torch: everything that can differ between ranks and
@@ -53,9 +53,9 @@ struct AttentionSpec : AttentionOptions {
   std::string op = "ulysses_attention";
   TensorSpec q, k, v;
   int64_t cp_rank = 0;
-  int64_t cp_size = 1;                        // size of the group
+  int64_t cp_size = 1;  // size of the group
 
-  std::vector<std::string> known_kernels;     // filled by the caller: registries live above this layer
+  std::vector<std::string> known_kernels;  // filled by the caller: registries live above this layer
   std::vector<std::string> known_backends;
   std::vector<std::string> backend_supports;  // AttendCall fields that the backend declares
 };

@@ -8,11 +8,29 @@ namespace ulysses::contract {
 
 // Things a caller can ask of a strategy. The rows of the capability table.
 enum class Feature {
-  kEqualShards, kUnevenShards, kEmptyShards, kPaddedShards,
-  kUnevenHeads, kGroupedKv, kFewerKvHeadsThanRanks, kFewerHeadsThanRanks,
-  kIsCausal, kBottomRightCausal, kSoftmaxScale, kReturnLse, kCrossLengths, kValueHeadDim,
-  kWindow, kAttnMask, kReplicatedKv, kJointTokens, kPackedSequences, kDropout,
-  kQkvFormat, kHybridDegree, kHeadTailOrder,
+  kEqualShards,
+  kUnevenShards,
+  kEmptyShards,
+  kPaddedShards,
+  kUnevenHeads,
+  kGroupedKv,
+  kFewerKvHeadsThanRanks,
+  kFewerHeadsThanRanks,
+  kIsCausal,
+  kBottomRightCausal,
+  kSoftmaxScale,
+  kReturnLse,
+  kCrossLengths,
+  kValueHeadDim,
+  kWindow,
+  kAttnMask,
+  kReplicatedKv,
+  kJointTokens,
+  kPackedSequences,
+  kDropout,
+  kQkvFormat,
+  kHybridDegree,
+  kHeadTailOrder,
 };
 
 enum class Support { kSupported, kRefused };

@@ -40,12 +40,12 @@ int64_t to_int64(const std::string& value) {
 
 using Setter = std::function<void(ParsedOptions&, const std::string&)>;
 
-Setter text_field(std::string AttentionOptions::* field) {
+Setter text_field(std::string AttentionOptions::*field) {
   return [field](ParsedOptions& parsed, const std::string& value) { parsed.options.*field = value; };
 }
 
 template <typename Field>
-Setter policy_field(Field UlyssesContextParallelPolicy::* field) {
+Setter policy_field(Field UlyssesContextParallelPolicy::*field) {
   return [field](ParsedOptions& parsed, const std::string& value) {
     if constexpr (std::is_same_v<Field, std::string>) {
       parsed.options.policy.*field = value;

@@ -30,9 +30,7 @@ struct Probe {
   const Group& group;
   int64_t shard_len, num_heads, seq_len, head_dim;
 
-  at::Tensor shard(const at::Tensor& x) const {
-    return x.narrow(1, group.rank() * shard_len, shard_len).contiguous();
-  }
+  at::Tensor shard(const at::Tensor& x) const { return x.narrow(1, group.rank() * shard_len, shard_len).contiguous(); }
   at::Tensor gather(const at::Tensor& x) const {
     const std::vector<int64_t> lengths(static_cast<size_t>(group.size()), shard_len);
     return exchange::gather_sequence(x.detach().to(at::kCPU).to(at::kDouble), lengths, 1, group);
@@ -54,8 +52,7 @@ Answer ask(const Probe& probe, const at::Tensor& q, const at::Tensor& k, const a
   std::string mine;
   try {
     answer.local = probe.attention(q, k, v);
-    if (answer.local.sizes() != q.sizes())
-      mine = cat("it returns shape ", answer.local.sizes(), " for q ", q.sizes());
+    if (answer.local.sizes() != q.sizes()) mine = cat("it returns shape ", answer.local.sizes(), " for q ", q.sizes());
   } catch (const std::exception& error) {
     mine = cat("it raised: ", error.what());
   }
@@ -122,7 +119,9 @@ std::string order_problem(const Probe& probe) {
   return "";
 }
 
-double largest_error(const at::Tensor& got, const at::Tensor& wanted) { return (got - wanted).abs().max().item<double>(); }
+double largest_error(const at::Tensor& got, const at::Tensor& wanted) {
+  return (got - wanted).abs().max().item<double>();
+}
 
 bool wrong(double error, const at::Tensor& wanted) {
   return !(error <= kTolerance * std::max(1.0, wanted.abs().max().item<double>()));  // NaN is wrong
@@ -131,7 +130,8 @@ bool wrong(double error, const at::Tensor& wanted) {
 std::string scale_problem(const Probe& probe, const at::Tensor& out, const at::Tensor& q, const at::Tensor& k,
                           const at::Tensor& v) {
   const auto d = static_cast<double>(probe.head_dim);
-  for (const auto& [name, scale] : {std::pair{"1", 1.0}, std::pair{"1 / D", 1.0 / d}, std::pair{"sqrt(D)", std::sqrt(d)}})
+  for (const auto& [name, scale] :
+       {std::pair{"1", 1.0}, std::pair{"1 / D", 1.0 / d}, std::pair{"sqrt(D)", std::sqrt(d)}})
     if (!wrong(largest_error(out, oracle_attention(q, k, v, false, scale)), out))
       return cat("the softmax scale is ", name, " instead of 1 / sqrt(D)");
   return "the values are wrong, although every key reaches every query in order";

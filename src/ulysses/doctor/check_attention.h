@@ -14,11 +14,11 @@ using AttentionFunction = std::function<at::Tensor(const at::Tensor& q, const at
 
 // What one run over a group showed; equal on every rank.
 struct AttentionCheck {
-  std::string diagnosis;       // "ok", or one plain sentence
-  double forward_error = -1;   // largest absolute error against float64; −1 where it was not reached
+  std::string diagnosis;      // "ok", or one plain sentence
+  double forward_error = -1;  // largest absolute error against float64; −1 where it was not reached
   double dq_error = -1, dk_error = -1, dv_error = -1;
   bool ok() const { return diagnosis == "ok"; }
-  std::string text() const;    // the diagnosis, then the errors
+  std::string text() const;  // the diagnosis, then the errors
 };
 
 // Runs `attention` on small shards of a known sequence and says what is wrong with it, if anything: which keys never

@@ -1,11 +1,10 @@
 #include "ulysses/exchange/agreement.h"
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <cstdlib>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unordered_set>
 
 namespace ulysses::exchange {
@@ -71,8 +70,8 @@ std::optional<AgreementMode> agreement_mode(std::string_view word) {
 Agreement agree(const Group& group, const std::string& text, bool failed, const std::vector<int64_t>& numbers,
                 AgreementMode mode, bool always) {
   const size_t hash = std::hash<std::string>{}(text);
-  const bool known = mode == AgreementMode::kAuto && !group.agreement_is_free() && !failed &&
-                     agreed_texts().contains(group, hash);
+  const bool known =
+      mode == AgreementMode::kAuto && !group.agreement_is_free() && !failed && agreed_texts().contains(group, hash);
   if (!always && (mode == AgreementMode::kOff || known)) return {};
 
   std::vector<int64_t> row = {static_cast<int64_t>(hash), failed ? 1 : 0};

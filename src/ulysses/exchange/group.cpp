@@ -95,6 +95,10 @@ at::Tensor gather_host_data(ProcessGroup& group, std::string_view op, const at::
 
 }  // namespace
 
+Group::Group(const Group&) = default;
+Group& Group::operator=(const Group&) = default;
+Group::~Group() = default;
+
 Group::Group(c10::intrusive_ptr<ProcessGroup> process_group) : process_group_(std::move(process_group)) {
   if (process_group_ == nullptr) {
     throw base::Error({{"CP063", base::ErrorKind::kInvalidArgument, "the process group is null", "",

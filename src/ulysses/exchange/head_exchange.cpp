@@ -73,9 +73,10 @@ HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int
   const int64_t global_length = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
   const auto row = [&](size_t rank) { return row_elements(items, rank); };
 
-  std::vector<int64_t> send_counts = counts_per_rank(ranks, [&](size_t) { return length; }, row, batch);
-  at::Tensor send = at::empty({std::accumulate(send_counts.begin(), send_counts.end(), int64_t{0})},
-                              items.front().tensor.options());
+  std::vector<int64_t> send_counts = counts_per_rank(
+      ranks, [&](size_t) { return length; }, row, batch);
+  at::Tensor send =
+      at::empty({std::accumulate(send_counts.begin(), send_counts.end(), int64_t{0})}, items.front().tensor.options());
   int64_t start = 0;
   for (size_t rank = 0; rank < ranks; ++rank) {
     at::Tensor chunk = send.narrow(0, start, send_counts[rank]).view({length, batch, row(rank)});
@@ -92,7 +93,8 @@ HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int
   buffer.rows = at::empty({global_length, batch, row(self)}, send.options());
   at::Tensor recv = buffer.rows.view({-1});
   group.rows_to_ranks(recv, send,
-                      counts_per_rank(ranks, [&](size_t p) { return lengths[p]; }, [&](size_t) { return row(self); }, batch),
+                      counts_per_rank(
+                          ranks, [&](size_t p) { return lengths[p]; }, [&](size_t) { return row(self); }, batch),
                       std::move(send_counts));
   std::vector<int64_t> heads, head_dims;
   for (const HeadItem& item : items) {
@@ -114,10 +116,12 @@ std::vector<at::Tensor> head_to_seq(const std::vector<HeadItem>& items, const st
   std::vector<at::Tensor> tensors;
   for (const HeadItem& item : items) tensors.push_back(item.tensor);
   const at::Tensor send = token_rows(tensors);  // a view when there is one token-major item
-  std::vector<int64_t> recv_counts = counts_per_rank(ranks, [&](size_t) { return length; }, row, batch);
+  std::vector<int64_t> recv_counts = counts_per_rank(
+      ranks, [&](size_t) { return length; }, row, batch);
   at::Tensor recv = at::empty({std::accumulate(recv_counts.begin(), recv_counts.end(), int64_t{0})}, send.options());
   group.rows_to_ranks(recv, send.view({-1}), recv_counts,
-                      counts_per_rank(ranks, [&](size_t p) { return lengths[p]; }, [&](size_t) { return row(self); }, batch));
+                      counts_per_rank(
+                          ranks, [&](size_t p) { return lengths[p]; }, [&](size_t) { return row(self); }, batch));
 
   std::vector<at::Tensor> chunks;
   int64_t start = 0;

@@ -12,9 +12,9 @@ namespace ulysses::exchange {
 
 // One tensor of a bundle that travels together, and the heads of it that each rank owns or needs.
 struct HeadItem {
-  at::Tensor tensor;                             // seq side [B, rows, H, D]; head side [B, S_global, h, D]
-  const std::vector<partition::Range>* heads;    // per rank; ranges of neighbours may overlap
-  int64_t num_heads = 0;                         // H, read by head_to_seq
+  at::Tensor tensor;                           // seq side [B, rows, H, D]; head side [B, S_global, h, D]
+  const std::vector<partition::Range>* heads;  // per rank; ranges of neighbours may overlap
+  int64_t num_heads = 0;                       // H, read by head_to_seq
 };
 
 // The received rows of a bundle: [S_global, B, Σ h_i · D_i], already in global token order.

@@ -10,9 +10,7 @@
 namespace ulysses::exchange {
 namespace {
 
-int64_t total(const std::vector<int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-}
+int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
 
 // Sizes of x with dim 0 replaced.
 std::vector<int64_t> with_tokens(const at::Tensor& x, int64_t tokens) {

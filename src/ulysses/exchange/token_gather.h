@@ -30,7 +30,8 @@ enum class GatherGrad {
 // Shapes:  x_local [.., rows, ..] with lengths[rank] real rows at `dim` → [.., Σ lengths, ..] contiguous
 at::Tensor gather_sequence(const at::Tensor& x_local, const std::vector<int64_t>& lengths, int64_t dim,
                            const Group& group);
-// Shapes:  grad [.., Σ lengths, ..] → [.., rows, ..], padding rows zero. Comm: one all-to-all for kSum, none for kSlice.
+// Shapes:  grad [.., Σ lengths, ..] → [.., rows, ..], padding rows zero. Comm: one all-to-all for kSum, none for
+// kSlice.
 at::Tensor gather_sequence_backward(const at::Tensor& grad, const std::vector<int64_t>& lengths, int64_t rows,
                                     int64_t dim, GatherGrad mode, const Group& group);
 

@@ -21,7 +21,7 @@ struct KernelNeed {
 };
 
 struct KernelOptions {
-  bool is_causal = false;      // row i sees keys ≤ i (top-left); only ever called with Sq = Skv
+  bool is_causal = false;  // row i sees keys ≤ i (top-left); only ever called with Sq = Skv
   double softmax_scale = 1.0;
 };
 

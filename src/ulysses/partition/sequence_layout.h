@@ -34,8 +34,8 @@ class SequenceLayout {
   std::optional<int64_t> cp_rank() const { return cp_rank_; }
   TokenOrder order() const { return TokenOrder::kContiguous; }
 
-  Range tokens(int64_t rank) const;                     // global positions of the rank's real tokens
-  std::vector<int64_t> positions(int64_t rank) const;   // per local row; −1 for padding
+  Range tokens(int64_t rank) const;                    // global positions of the rank's real tokens
+  std::vector<int64_t> positions(int64_t rank) const;  // per local row; −1 for padding
 
   bool operator==(const SequenceLayout&) const = default;
 

@@ -18,7 +18,7 @@ struct TrafficSpec {
   std::vector<int64_t> kv_lengths;  // key tokens per rank
   int64_t batch = 1, num_heads = 1, num_kv_heads = 1, head_dim = 1, v_head_dim = 1;
   int64_t element_bytes = 4;
-  bool split_layouts = false;       // q and k/v have different layouts: they travel in two collectives
+  bool split_layouts = false;  // q and k/v have different layouts: they travel in two collectives
 };
 
 // Forward: q, k, v heads of the destination to each rank; out heads back. Backward mirrors it with equal bytes when

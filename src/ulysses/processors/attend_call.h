@@ -16,8 +16,8 @@ struct AttendCall {
   partition::Range kv_positions;        // global positions of the key rows
   int64_t q_head_start = 0;             // global number of the first query head
   bool need_lse = false;
-  bool trains = false;                  // gradients will be asked for, by autograd or by the caller's own backward
-  std::string kernel = "auto";          // the caller's choice, for backends that use the kernel registry
+  bool trains = false;          // gradients will be asked for, by autograd or by the caller's own backward
+  std::string kernel = "auto";  // the caller's choice, for backends that use the kernel registry
 };
 
 }  // namespace ulysses::processors

@@ -53,12 +53,12 @@ void check_result(const KernelOutput& result, const Qkv& qkv, const AttendCall& 
       return;
     const std::string got =
         tensor.defined() ? base::cat(tensor.scalar_type(), " ", tensor.sizes()) : std::string("nothing");
-    problems.push_back({"CP052", base::ErrorKind::kInvalidArgument,
-                        base::cat("attend() returned ", name, " ", got, " for q ", qkv.q.sizes(), " and v ",
-                                  qkv.v.sizes()),
-                        "The sequence stays in dimension 1",
-                        base::cat("return ", name, " of shape ", wanted,
-                                  same_dtype ? base::cat(" in dtype ", qkv.q.scalar_type()) : std::string())});
+    problems.push_back(
+        {"CP052", base::ErrorKind::kInvalidArgument,
+         base::cat("attend() returned ", name, " ", got, " for q ", qkv.q.sizes(), " and v ", qkv.v.sizes()),
+         "The sequence stays in dimension 1",
+         base::cat("return ", name, " of shape ", wanted,
+                   same_dtype ? base::cat(" in dtype ", qkv.q.scalar_type()) : std::string())});
   };
   expect("out", result.out, out, /*same_dtype=*/true);
   if (call.need_lse) expect("lse", result.lse, lse, /*same_dtype=*/false);
@@ -105,8 +105,7 @@ Qkv attend_runs_backward(const LocalWork& work, const Qkv& views, const KernelOu
   std::vector<at::Tensor> dq, dk, dv;
   for (const HeadRun& run : work.runs) {
     const Qkv qkv = slice(views, run);
-    const KernelOutput output{heads_of(local.out, run.query),
-                              local.lse.narrow(1, run.query.begin, run.query.size())};
+    const KernelOutput output{heads_of(local.out, run.query), local.lse.narrow(1, run.query.begin, run.query.size())};
     kernels::KernelGrads grads = kernel_backward(heads_of(grad_out, run.query), qkv, output, call);
     dq.push_back(std::move(grads.dq));
     dk.push_back(std::move(grads.dk));

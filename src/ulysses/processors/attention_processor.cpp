@@ -55,9 +55,9 @@ AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const Group& group
   const Exchanged exchanged = exchange(plan, strategy, qkv, group);
   if (overrides_exchange()) check_kv_content(plan, work, qkv, exchanged.views, group);
   const AttendCall call = attend_call(options, plan, work, requires_grad_mask != 0);
-  const KernelOutput local =
-      attend_runs(work, exchanged.views, call, [this](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                      const AttendCall& run) { return attend(q, k, v, run); });
+  const KernelOutput local = attend_runs(work, exchanged.views, call,
+                                         [this](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                const AttendCall& run) { return attend(q, k, v, run); });
   const AttentionResult result = restore(plan, strategy, local, group);
   check_output(plan, qkv, result);
   return {result, plan, exchanged.buffers, local};

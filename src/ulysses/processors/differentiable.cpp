@@ -83,16 +83,15 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
 
 Qkv differentiable_exchange(const AttentionPlan& plan, const Strategy& strategy, const Qkv& shards,
                             const exchange::Group& group) {
-  const auto views = ExchangeFunction::apply(shards.q, shards.k, shards.v,
-                                             c10::make_intrusive<Movement>(plan, strategy, group));
+  const auto views =
+      ExchangeFunction::apply(shards.q, shards.k, shards.v, c10::make_intrusive<Movement>(plan, strategy, group));
   return {views[0], views[1], views[2]};
 }
 
 AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy& strategy,
                                        const kernels::KernelOutput& local, const exchange::Group& group) {
   const at::Tensor lse = local.lse.defined() ? local.lse.detach() : at::empty({0}, local.out.options());
-  const auto shards =
-      RestoreFunction::apply(local.out, lse, c10::make_intrusive<Movement>(plan, strategy, group));
+  const auto shards = RestoreFunction::apply(local.out, lse, c10::make_intrusive<Movement>(plan, strategy, group));
   return {shards[0], shards.size() > 1 ? shards[1] : at::Tensor()};
 }
 

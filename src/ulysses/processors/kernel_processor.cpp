@@ -74,7 +74,8 @@ struct KernelFunction : torch::autograd::Function<KernelFunction> {
     call.kernel = context->saved_data["kernel"].toStringRef();
     call.q_positions.begin = context->saved_data["q_begin"].toInt();
     call.kv_positions.begin = context->saved_data["kv_begin"].toInt();
-    if (context->saved_data.count("softmax_scale") != 0) call.softmax_scale = context->saved_data["softmax_scale"].toDouble();
+    if (context->saved_data.count("softmax_scale") != 0)
+      call.softmax_scale = context->saved_data["softmax_scale"].toDouble();
     const kernels::KernelGrads result =
         kernel_backward(grads[0], {saved[0], saved[1], saved[2]}, {saved[3], saved[4]}, call);
     return {result.dq, result.dk, result.dv, {}};

@@ -18,9 +18,7 @@ using strategy::Qkv;
 // it does not depend on strides or on the order of summation, and sees swapped tokens.
 std::vector<int64_t> checksums(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach().contiguous();
-  const at::ScalarType bits = plain.element_size() == 8   ? at::kLong
-                              : plain.element_size() == 4 ? at::kInt
-                                                          : at::kShort;
+  const at::ScalarType bits = plain.element_size() == 8 ? at::kLong : plain.element_size() == 4 ? at::kInt : at::kShort;
   const at::Tensor values = plain.view(bits).to(at::kLong);
   const auto place = [&](int64_t dim, int64_t factor) {
     std::vector<int64_t> sizes(4, 1);

@@ -1,9 +1,9 @@
+#include <numeric>
+
 #include "ulysses/exchange/head_exchange.h"
 #include "ulysses/exchange/token_gather.h"
 #include "ulysses/exchange/token_rows.h"
 #include "ulysses/strategy/strategy.h"
-
-#include <numeric>
 
 namespace ulysses::strategy {
 namespace {
@@ -34,15 +34,15 @@ class AllgatherKvStrategy final : public Strategy {
   }
 
   Qkv views(const AttentionPlan& plan, const Buffers& buffers, const Qkv& shards) const override {
-    const auto kv = exchange::head_views(buffers.kv, {plan.num_kv_heads, plan.num_kv_heads},
-                                         {plan.head_dim, plan.v_head_dim});
+    const auto kv =
+        exchange::head_views(buffers.kv, {plan.num_kv_heads, plan.num_kv_heads}, {plan.head_dim, plan.v_head_dim});
     return {shards.q.narrow(1, 0, plan.length()), kv[0], kv[1]};
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const Group& group) const override {
     const at::Tensor rows = exchange::sum_tokens(exchange::token_rows({grads.k, grads.v}), plan.kv_lengths, group);
-    const auto kv = exchange::head_views(rows, {plan.num_kv_heads, plan.num_kv_heads},
-                                         {grads.k.size(3), grads.v.size(3)});
+    const auto kv =
+        exchange::head_views(rows, {plan.num_kv_heads, plan.num_kv_heads}, {grads.k.size(3), grads.v.size(3)});
     return {pad_tokens(grads.q, plan.rows), pad_tokens(kv[0], plan.kv_rows), pad_tokens(kv[1], plan.kv_rows)};
   }
 

@@ -22,7 +22,7 @@ struct AttentionPlan {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
   int64_t v_head_dim = 0;
-  partition::HeadRanges heads;      // per rank
+  partition::HeadRanges heads;  // per rank
   bool is_causal = false;
   double softmax_scale = 1.0;
   bool return_lse = false;

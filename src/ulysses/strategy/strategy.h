@@ -24,11 +24,11 @@ struct Buffers {
 
 // What this rank attends with: which queries, which heads, from which global position.
 struct LocalWork {
-  int64_t num_tokens = 0;     // Sq
-  int64_t num_kv_tokens = 0;  // Skv
-  int64_t q_begin = 0;        // global position of the first query
-  int64_t q_head_begin = 0;   // global number of the first query head
-  int64_t kv_head_begin = 0;  // global number of the first KV head
+  int64_t num_tokens = 0;                // Sq
+  int64_t num_kv_tokens = 0;             // Skv
+  int64_t q_begin = 0;                   // global position of the first query
+  int64_t q_head_begin = 0;              // global number of the first query head
+  int64_t kv_head_begin = 0;             // global number of the first KV head
   std::vector<partition::HeadRun> runs;  // uniform head groups, at most three; empty for a rank without work
 };
 

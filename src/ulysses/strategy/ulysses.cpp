@@ -1,11 +1,11 @@
-#include "ulysses/exchange/head_exchange.h"
-#include "ulysses/partition/head_ranges.h"
-#include "ulysses/strategy/strategy.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
 #include <limits>
+
+#include "ulysses/exchange/head_exchange.h"
+#include "ulysses/partition/head_ranges.h"
+#include "ulysses/strategy/strategy.h"
 
 namespace ulysses::strategy {
 namespace {
@@ -83,7 +83,8 @@ class UlyssesStrategy final : public Strategy {
     return result;
   }
 
-  at::Tensor restore_backward(const AttentionPlan& plan, const at::Tensor& grad_out, const Group& group) const override {
+  at::Tensor restore_backward(const AttentionPlan& plan, const at::Tensor& grad_out,
+                              const Group& group) const override {
     return exchange::seq_to_head({{grad_out, &plan.heads.query}}, plan.lengths, group).views[0];
   }
 
