@@ -40,7 +40,7 @@ build: dev
 	@scripts/link_dev.sh build/dev/python
 
 demo: build
-	@$(BIN)/ulysses demo --output demo-out
+	@$(BIN)/ulysses demo --out demo-out
 
 demo-cpp: build
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target demo-cpp

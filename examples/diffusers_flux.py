@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
+
 from ulysses_attention import SequenceLayout, UlyssesAttentionProcessor, UlyssesContextParallelPolicy, register_backend
 from ulysses_attention.launch import run_processes
 
@@ -23,15 +24,15 @@ EXACT = UlyssesContextParallelPolicy(require_seq_divisible=False)  # shards with
 class FluxProcessor(UlyssesAttentionProcessor):
     """Projections and rotary embedding as Flux has them; the exchange is the base class's, attend() the kernel."""
 
+    supports = frozenset({"softmax_scale"})
+
     def __init__(self, group: Any = None, layout: SequenceLayout | None = None) -> None:
         super().__init__()
         self.group, self.layout = group, layout
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=call.is_causal, scale=call.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = F.scaled_dot_product_attention(q, k, v, scale=call.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
 
     def __call__(

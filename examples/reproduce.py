@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+
 from ulysses_attention import SequenceLayout, UlyssesContextParallelPolicy, run_ranks, ulysses_attention
 
 CP_SIZE = 4

@@ -11,25 +11,34 @@ from typing import Any
 from . import UlyssesContextParallelPolicy
 
 
-def _policy_field(text: str) -> tuple[str, Any]:
-    """field=value with the value read as the type of the field's default."""
-    name, sign, value = text.partition("=")
-    defaults = dataclasses.asdict(UlyssesContextParallelPolicy())
-    if not sign or name not in defaults:
-        raise argparse.ArgumentTypeError(f"{text!r} is not field=value with a field of {', '.join(defaults)}")
-    default = defaults[name]
-    if isinstance(default, bool):
-        if value.lower() not in ("true", "false"):
-            raise argparse.ArgumentTypeError(f"{name}={value}: expected true or false")
-        return name, value.lower() == "true"
-    if isinstance(default, int):
-        try:
-            return name, int(value)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{name}={value}: expected an integer") from None
-    if isinstance(default, (tuple, list)):
-        return name, tuple(part for part in value.split(",") if part)
-    return name, value
+def _true_or_false(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """One option per field of the policy, under the field's name, as in `ulysses-check`."""
+    group = parser.add_argument_group("policy")
+    readers: dict[type, Any] = {bool: _true_or_false, tuple: _names}
+    for field in dataclasses.fields(UlyssesContextParallelPolicy):
+        shown = ",".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=readers.get(type(field.default), type(field.default)),
+            default=field.default,
+            metavar="VALUE",
+            help=f"default: {shown}",
+        )
+
+
+def _policy(options: argparse.Namespace) -> UlyssesContextParallelPolicy:
+    names = [field.name for field in dataclasses.fields(UlyssesContextParallelPolicy)]
+    return UlyssesContextParallelPolicy(**{name: getattr(options, name) for name in names})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,16 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
     check.add_argument("--cp-size", type=int, required=True, help="ranks of the context-parallel group")
-    check.add_argument("--heads", type=int, default=1, help="query heads")
+    check.add_argument("--heads", type=int, required=True, help="query heads")
     check.add_argument("--kv-heads", type=int, default=None, help="key/value heads (default: as --heads)")
-    check.add_argument(
-        "--policy",
-        type=_policy_field,
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="a policy field that differs from its default; may be repeated",
-    )
+    _add_policy_options(check)
 
     guide = commands.add_parser("guide", help="print the guide as Markdown")
     part = guide.add_mutually_exclusive_group()
@@ -65,9 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> int:
     from . import _C
 
-    policy = UlyssesContextParallelPolicy(**dict(options.policy))
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
-    text, code = _C.check_report(options.seq_len, options.cp_size, options.heads, kv_heads, policy)
+    text, code = _C.check_report(options.seq_len, options.cp_size, options.heads, kv_heads, _policy(options).text)
     print(text, end="" if text.endswith("\n") else "\n")
     return int(code)
 

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import pytest
+
 import ulysses_attention
 from ulysses_attention import UlyssesContextParallelPolicy, cli
 
@@ -29,23 +30,42 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_check_hands_over_numbers_and_policy(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    line = "check --seq-len 3000 --cp-size 4 --heads 30 --kv-heads 6 --policy pad_multiple=1 --policy auto_pad=false"
+    line = "check --seq-len 3000 --cp-size 4 --heads 30 --kv-heads 6 --pad-multiple 1 --auto-pad false"
     assert cli.main(line.split()) == 1
-    assert calls == [(3000, 4, 30, 6, UlyssesContextParallelPolicy(pad_multiple=1, auto_pad=False))]
+    assert calls == [(3000, 4, 30, 6, UlyssesContextParallelPolicy(pad_multiple=1, auto_pad=False).text)]
     assert capsys.readouterr().out == "report\n"
 
 
 def test_kv_heads_default_to_heads(calls: list[Any]) -> None:
     cli.main(["check", "--seq-len", "64", "--cp-size", "2", "--heads", "8"])
-    assert calls == [(64, 2, 8, 8, UlyssesContextParallelPolicy())]
+    assert calls == [(64, 2, 8, 8, UlyssesContextParallelPolicy().text)]
 
 
-@pytest.mark.parametrize("field", ["pad_mutliple=1", "pad_multiple", "pad_multiple=one", "auto_pad=yes"])
-def test_a_wrong_policy_field_is_wrong_usage(field: str, calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("--pad-mutliple", "1"), ("--pad-multiple", "one"), ("--auto-pad", "yes")]
+)
+def test_a_wrong_policy_field_is_wrong_usage(
+    option: str, value: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["check", "--seq-len", "64", "--cp-size", "2", "--policy", field])
+        cli.main(["check", "--seq-len", "64", "--cp-size", "2", "--heads", "8", option, value])
     assert caught.value.code == 2 and not calls
-    assert field.partition("=")[0] in capsys.readouterr().err
+    assert option in capsys.readouterr().err
+
+
+def test_check_and_guide_run_on_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--seq-len", "3008", "--cp-size", "4", "--heads", "8"]) == 0
+    assert (
+        cli.main(
+            ["check", "--seq-len", "3000", "--cp-size", "4", "--heads", "30", "--kv-heads", "6", "--auto-pad", "false"]
+        )
+        == 1
+    )
+    text = capsys.readouterr().out
+    assert "[CP011]" in text and "3008" in text
+    assert cli.main(["guide"]) == 0 and cli.main(["guide", "--errors"]) == 0 and cli.main(["guide", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert "CP062" in text and "context_parallel_attention" in text
 
 
 @pytest.mark.parametrize(("option", "text"), [([], "guide\n"), (["--errors"], "errors\n"), (["--table"], "table\n")])

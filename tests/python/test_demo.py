@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ulysses_attention import demo
 from ulysses_attention.demo import task
 

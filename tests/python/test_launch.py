@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from ulysses_attention.launch import ProcessRanks, RankError, post
 
 

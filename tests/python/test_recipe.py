@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from ulysses_attention.recipe import context_parallel_attention
 
 WORLD = 4

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+
 import ulysses_attention as ua
 
 from .. import launch
@@ -35,7 +36,7 @@ class Settings:
 def attention_call(run: str, group: Any, layout: ua.SequenceLayout) -> Attend:
     """The only difference between the runs."""
     if run == "ulysses":
-        return functools.partial(ua.ulysses_attention, cp_group=group, layout=layout)
+        return cast(Attend, functools.partial(ua.ulysses_attention, cp_group=group, layout=layout))
     return plain_attention  # "single": of the whole sequence; "local_kv": the mistake, of a rank's own tokens only
 
 
@@ -62,7 +63,7 @@ def train(run: str, rank: int, group: Any, settings: Settings, progress: Progres
         hidden = own(batch.hidden)
         total = F.cross_entropy(logits[hidden], own(batch.targets)[hidden], reduction="sum")
         loss = total / batch.hidden.sum()  # the mean over all ranks' bytes: gradients of the ranks then sum
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses.append(_sum_over_group(loss, parameters, group))
         for options in optimizer.param_groups:
             options["lr"] = settings.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
