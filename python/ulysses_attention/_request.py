@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,11 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
                 "[ulysses_attention] cp_group=None is the world, and torch.distributed is not initialised. Fix: "
                 "torch.distributed.init_process_group(), or pass cp_group (run_ranks gives one). [CP063]"
             )
-        return dist.group.WORLD, False
+        return cast("ProcessGroup", dist.group.WORLD), False
     if hasattr(cp_group, "mesh_dim_names"):
-        if cp_group.ndim == 1:
-            return cp_group.get_group(), False
-        return cp_group.get_group(cp_group.ndim - 1), True
-    return cp_group, False
+        mesh = cast("DeviceMesh", cp_group)
+        return mesh.get_group(mesh.ndim - 1), mesh.ndim > 1
+    return cast("ProcessGroup", cp_group), False
 
 
 def make_request(

@@ -54,8 +54,8 @@ def ulysses_attention(
     Each rank passes its own tokens and gets the output of its own tokens, as if one process had computed attention over
     all of them. Differentiable; the gradients of the local tokens are complete when backward returns.
 
-    Shapes: q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v] and, with
-            return_lse, lse [B, H, S_local] (natural log, no gradient). H % H_kv == 0; any H, any S, also on few ranks.
+    Shapes: q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v] and,
+            with return_lse, lse [B, H, S_local] (natural log, no gradient). H % H_kv == 0; any H, any S.
     Dtype:  any float; lse float32 (float64 for float64). Under autocast q, k and v are cast as torch's attention does.
     Comm:   every rank of the group must call it. strategy="ulysses": two collectives (three if q and k/v are sharded
             differently); "allgather_kv": one; as many in backward. A group of one: none. First call with new options:

@@ -24,7 +24,7 @@ def run_ranks(fn: Callable[[int, ProcessGroup], Any], world: int, *, timeout_s: 
     The group serves this library and the methods of ProcessGroup, on CPU tensors. torch.distributed's functions,
     DeviceMesh and torch.compile look groups up per process and need processes: see run_processes.
     Units:  timeout_s, seconds that a rank waits for another.
-    Errors: what the first failing rank raised; the others are unblocked. A rank that waits longer than timeout_s: CP062.
+    Errors: what the first failing rank raised; the others are unblocked. A wait beyond timeout_s: CP062.
     """
     ranks = _C.ThreadWorld(world, datetime.timedelta(seconds=timeout_s))
     results: list[Any] = [None] * world

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 BUILT = REPOSITORY / "build" / "dev" / "python"
 
 if BUILT.is_dir():
