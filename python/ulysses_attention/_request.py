@@ -43,7 +43,7 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     if hasattr(cp_group, "mesh_dim_names"):
         mesh = cast("DeviceMesh", cp_group)
         return mesh.get_group(mesh.ndim - 1), mesh.ndim > 1
-    return cast("ProcessGroup", cp_group), False
+    return cp_group, False
 
 
 def make_request(
