@@ -98,6 +98,8 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
      "call torch.distributed.init_process_group first, or pass a live group"},
     {"CP064", kUnsupported, "uneven lengths without a layout under torch.compile",
      "the lengths would have to be exchanged while the graph runs", "pass `layout=`"},
+    {"CP065", kUnsupported, "a second derivative",
+     "backward was called with create_graph=True and is not differentiable", "`create_graph=False`"},
     {"CP070", kUnsupported, "another torch version", "the library was built for another torch than the one imported",
      "install the torch in the message, or rebuild"},
 });
