@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention.layout import SequenceLayout
-from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.policy import UlyssesContextParallelPolicy, option_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +43,11 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     if hasattr(cp_group, "mesh_dim_names"):
         mesh = cast("DeviceMesh", cp_group)
         return mesh.get_group(mesh.ndim - 1), mesh.ndim > 1
+    if not isinstance(cp_group, dist.ProcessGroup):
+        raise ValueError(
+            f"[ulysses_attention] cp_group={cp_group!r} is no process group of which this process is a member. Fix: a "
+            f"ProcessGroup, a 1-D DeviceMesh, or None for the world. [CP063]"
+        )
     return cp_group, False
 
 
@@ -77,7 +82,7 @@ def make_request(
     config = "" if policy is None else policy.text
     for key, value, default in (
         ("strategy", strategy, "ulysses"),
-        ("kernel", kernel, "auto"),
+        ("kernel", f"function {getattr(kernel, '__name__', '')}" if callable(kernel) else kernel, "auto"),
         ("agreement", agreement, "auto"),
         ("qkv_format", qkv_format, "bshd"),
         ("kv_role", kv_role, "sharded"),
@@ -87,8 +92,8 @@ def make_request(
         ("cp_rank", None if layout is None else layout.cp_rank, None),
         ("kv_cp_rank", None if kv_layout is None else kv_layout.cp_rank, None),
     ):
-        if value != default and isinstance(value, (str, int)):
-            config += f"{key}={value}\n"
+        if value != default:
+            config += option_line(key, value)
     requested = [
         name
         for name, asked in (
