@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -243,7 +242,7 @@ def _train_on_rank(rank: int, group: Any, seq_len: int, strategy: str) -> list[t
 @pytest.mark.parametrize("way", ["threads", "gloo"])
 def test_sgd_on_four_ranks_equals_a_single_process(way: str, strategy: str, seq_len: int, gloo: Any) -> None:
     model = _Model().double()
-    start = copy.deepcopy(list(model.parameters()))
+    start = [parameter.detach().clone() for parameter in model.parameters()]
     x, y = (part.double() for part in _data(seq_len))
     for _ in range(2):
         model.zero_grad()
