@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 NO_LENGTHS: tuple[int, ...] = ()
 
@@ -40,9 +40,8 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
                 "torch.distributed.init_process_group(), or pass cp_group (run_ranks gives one). [CP063]"
             )
         return cast("ProcessGroup", dist.group.WORLD), False
-    if hasattr(cp_group, "mesh_dim_names"):
-        mesh = cast("DeviceMesh", cp_group)
-        return mesh.get_group(mesh.ndim - 1), mesh.ndim > 1
+    if isinstance(cp_group, DeviceMesh):
+        return cp_group.get_group(cp_group.ndim - 1), cp_group.ndim > 1
     return cp_group, False
 
 

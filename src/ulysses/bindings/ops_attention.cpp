@@ -28,9 +28,9 @@ at::Tensor own(const at::Tensor& tensor) {
   return alone ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOptions& options) {
+at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOptions& options, const at::Tensor& q) {
   const bool exchanged = plan.cp_size > 1 && !options.policy.require_seq_divisible && !options.layout;
-  if (!exchanged) return at::empty({0}, at::kLong);
+  if (!exchanged) return at::empty({0}, q.options().dtype(at::kLong).requires_grad(false));
   std::vector<int64_t> lengths = plan.lengths;
   lengths.insert(lengths.end(), plan.kv_lengths.begin(), plan.kv_lengths.end());
   return at::tensor(lengths, at::kLong);
@@ -51,7 +51,7 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
           or_empty(trace.buffers.kv, plain),
           strategy.backward_needs().local_out ? own(trace.local.out) : at::empty({0}, plain),
           saved_lse,
-          lengths_tensor(trace.plan, options)};
+          lengths_tensor(trace.plan, options, qkv.q)};
 }
 
 // The plan of the forward again, from what its ops saved.

@@ -70,7 +70,7 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   const auto lse_options = plain.dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const at::Tensor out = empty({batch, q.sym_size(1), num_heads, d_v}, plain);
   const at::Tensor lse = call.return_lse ? empty({batch, num_heads, q.sym_size(1)}, lse_options) : nothing(lse_options);
-  const at::Tensor no_lengths = at::empty({0}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  const at::Tensor no_lengths = nothing(plain.dtype(at::kLong));
 
   if (call.cp_size == 1 || options.strategy == "allgather_kv") {
     const at::Tensor saved_kv =
