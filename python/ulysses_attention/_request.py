@@ -35,7 +35,7 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     """The group of a call, and whether it asks for a 2-D mesh. None is the world. Errors: CP063 without any group."""
     if cp_group is None:
         if not dist.is_initialized():
-            raise RuntimeError(
+            raise ValueError(
                 "[ulysses_attention] cp_group=None is the world, and torch.distributed is not initialised. Fix: "
                 "torch.distributed.init_process_group(), or pass cp_group (run_ranks gives one). [CP063]"
             )
