@@ -49,7 +49,7 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
           lse,
           or_empty(trace.buffers.q, plain),
           or_empty(trace.buffers.kv, plain),
-          strategy.backward_needs().local_out ? own(trace.local.out) : at::empty({0}, plain),
+          strategy.backward_needs().local_out ? own(trace.local.out.transpose(0, 1)) : at::empty({0}, plain),
           saved_lse,
           lengths_tensor(trace.plan, options, qkv.q)};
 }
@@ -90,7 +90,7 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const Saved& saved,
   const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
   const strategy::LocalWork work = strategy.local_work(plan);
   kernels::KernelOutput local = saved.local;
-  if (!strategy.backward_needs().local_out) local.out = saved.out.narrow(1, 0, plan.length());
+  local.out = strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : saved.out.narrow(1, 0, plan.length());
 
   const at::Tensor grad_local = strategy.restore_backward(plan, grad_out, group);
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);

@@ -94,7 +94,7 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
           lse,
           empty({q_tokens.global, batch, q_row}, plain),
           split ? empty({kv_tokens.global, batch, kv_row}, plain) : nothing(plain),
-          empty({batch, q_tokens.global, h, d_v}, plain),
+          empty({q_tokens.global, batch, h, d_v}, plain),
           empty({batch, h, q_tokens.global}, lse_options),
           no_lengths};
 }

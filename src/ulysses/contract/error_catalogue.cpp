@@ -101,6 +101,8 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
      "the lengths would have to be exchanged while the graph runs", "pass `layout=`"},
     {"CP065", kUnsupported, "second derivative", "backward was asked to be differentiable (`create_graph=True`)",
      "call backward with `create_graph=False`"},
+    {"CP066", kUnsupported, "new options under CUDA graph capture", "the ranks cannot compare them while a graph is recorded",
+     "make the same call once before the capture"},
     {"CP070", kUnsupported, "another torch version", "the library was built for another torch than the one imported",
      "install the torch in the message, or rebuild"},
     {"CP099", kInternal, "internal error", "the Python and the C++ part of this library do not fit each other",
