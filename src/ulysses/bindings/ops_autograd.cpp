@@ -6,9 +6,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "ulysses/base/error.h"
 #include "ulysses/bindings/ops.h"
 #include "ulysses/bindings/ops_call.h"
+#include "ulysses/processors/differentiable.h"
 #include "ulysses/strategy/strategy.h"
 
 namespace ulysses::bindings {
@@ -63,7 +63,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     static const auto op = find_op<AttentionBackward>("ulysses::attention_backward");
-    translate_errors([] { refuse_second_derivative(); });
+    translate_errors([] { processors::refuse_second_derivative(); });
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;
     const auto lengths = data["lengths"].toSymIntVector();
@@ -79,15 +79,6 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
                 scale.isNone() ? std::nullopt : std::optional<double>(scale.toDouble()), data["return_lse"].toBool(),
                 data["config"].toStringRef());
     return {dq, dk, dv, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
-  }
-
- private:
-  static void refuse_second_derivative() {
-    if (!at::GradMode::is_enabled()) return;
-    base::raise_if_any({{"CP065", base::ErrorKind::kUnsupported,
-                         "a second derivative was asked for (create_graph=True), and backward is not differentiable",
-                         "", "call backward() or autograd.grad() with create_graph=False"}},
-                       "ulysses_attention");
   }
 };
 

@@ -1,9 +1,12 @@
 #include "ulysses/processors/differentiable.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/custom_class.h>
+
+#include "ulysses/base/error.h"
 
 namespace ulysses::processors {
 namespace {
@@ -53,6 +56,7 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const MovementPtr movement = load(context);
     const at::Tensor like = context->saved_data["like"].toTensor();
     const Qkv local{or_zeros(grads[0], context->saved_data["q"], like),
@@ -74,6 +78,7 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const MovementPtr movement = load(context);
     return {movement->strategy.restore_backward(movement->plan, grads[0], movement->group), {}, {}};
   }
@@ -93,6 +98,14 @@ AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy
   const at::Tensor lse = local.lse.defined() ? local.lse.detach() : at::empty({0}, local.out.options());
   const auto shards = RestoreFunction::apply(local.out, lse, c10::make_intrusive<Movement>(plan, strategy, group));
   return {shards[0], shards.size() > 1 ? shards[1] : at::Tensor()};
+}
+
+void refuse_second_derivative() {
+  if (!at::GradMode::is_enabled()) return;
+  base::raise_if_any({{"CP065", base::ErrorKind::kUnsupported,
+                       "a second derivative was asked for (create_graph=True), and backward is not differentiable", "",
+                       "call backward() or autograd.grad() with create_graph=False"}},
+                     "ulysses_attention");
 }
 
 }  // namespace ulysses::processors
