@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses_attention.layout import SequenceLayout
-from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.policy import UlyssesContextParallelPolicy, option_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +42,11 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
         return cast("ProcessGroup", dist.group.WORLD), False
     if isinstance(cp_group, DeviceMesh):
         return cp_group.get_group(cp_group.ndim - 1), cp_group.ndim > 1
+    if not isinstance(cp_group, dist.ProcessGroup):
+        raise ValueError(
+            f"[ulysses_attention] cp_group={cp_group!r} is no process group of which this process is a member. Fix: a "
+            f"ProcessGroup, a 1-D DeviceMesh, or None for the world. [CP063]"
+        )
     return cp_group, False
 
 
@@ -76,7 +81,7 @@ def make_request(
     config = "" if policy is None else policy.text
     for key, value, default in (
         ("strategy", strategy, "ulysses"),
-        ("kernel", kernel, "auto"),
+        ("kernel", f"function {getattr(kernel, '__name__', '')}" if callable(kernel) else kernel, "auto"),
         ("agreement", agreement, "auto"),
         ("qkv_format", qkv_format, "bshd"),
         ("kv_role", kv_role, "sharded"),
@@ -86,8 +91,8 @@ def make_request(
         ("cp_rank", None if layout is None else layout.cp_rank, None),
         ("kv_cp_rank", None if kv_layout is None else kv_layout.cp_rank, None),
     ):
-        if value != default and isinstance(value, (str, int)):
-            config += f"{key}={value}\n"
+        if value != default:
+            config += option_line(key, value)
     requested = [
         name
         for name, asked in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -67,6 +67,8 @@ def ulysses_attention(
     Source: DeepSpeed-Ulysses (arXiv 2309.14509); deviation: one message for q, k and v, uneven heads and tokens.
     """
     group, mesh_2d = resolve_group(cp_group)
+    name = KERNEL_BACKEND if policy is None else policy.backend_name
+    is_function = callable(kernel) and name == KERNEL_BACKEND  # other backends attend by their own code: CP031
     request = make_request(
         mesh_2d=mesh_2d,
         cp_size=cp_size,
@@ -90,12 +92,11 @@ def ulysses_attention(
         ulysses_degree=ulysses_degree,
         outer=outer,
         return_lse=return_lse,
-        kernel=kernel,
+        kernel="auto" if is_function else kernel,
         agreement=agreement,
     )
-    name = KERNEL_BACKEND if policy is None else policy.backend_name
-    if not isinstance(kernel, str):
-        out, lse = CallableProcessor(kernel)._forward(q, k, v, group, *request)
+    if is_function:
+        out, lse = CallableProcessor(cast("Callable[..., Any]", kernel))._forward(q, k, v, group, *request)
     elif name != KERNEL_BACKEND and name in backends():
         out, lse = backends()[name]._forward(q, k, v, group, *request)
     else:

@@ -10,14 +10,15 @@ from ulysses_attention import _C
 __all__ = ["UlyssesContextParallelPolicy"]
 
 
-def _line(name: str, value: Any) -> str:
+def option_line(name: str, value: Any) -> str:
+    """One option as the C++ core reads it: any value, on one line."""
     if isinstance(value, bool):
         text = "1" if value else "0"
     elif isinstance(value, tuple):
-        text = ",".join(value)
+        text = ",".join(map(str, value))
     else:
-        text = str(value).replace("\n", " ")
-    return f"policy.{name}={text}\n"
+        text = str(value)
+    return f"{name}={' '.join(text.splitlines())}\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class UlyssesContextParallelPolicy:
         object.__setattr__(self, "required_checks", tuple(self.required_checks))
         # What differs from the defaults, as the C++ core reads it; computed once so that tracing sees a constant.
         changed = "".join(
-            _line(field.name, getattr(self, field.name))
+            option_line("policy." + field.name, getattr(self, field.name))
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         )

@@ -190,8 +190,8 @@ TEST(Agreement, AutoComparesATextOnceWhereComparingCosts) {
   run_ranks(2, [](int64_t rank, const GroupPtr& inner) {
     const NotFree slow(inner);
     const Group group(slow.process_group);
-    const auto compare = [&](const std::string& text, AgreementMode mode, bool always = false) {
-      return agree(group, text, false, {rank}, mode, always);
+    const auto compare = [&](const std::string& text, AgreementMode mode, bool numbers_needed = false) {
+      return agree(group, {.text = text, .mode = mode, .numbers = {rank}, .numbers_needed = numbers_needed});
     };
     const Agreement first = compare("a", AgreementMode::kAuto);
     EXPECT_TRUE(first.compared && first.texts.empty());
@@ -202,7 +202,7 @@ TEST(Agreement, AutoComparesATextOnceWhereComparingCosts) {
     EXPECT_EQ(slow.collectives(), 1U);
     EXPECT_TRUE(compare("b", AgreementMode::kAuto).compared);
     EXPECT_TRUE(compare("a", AgreementMode::kAlways).compared);
-    EXPECT_TRUE(compare("a", AgreementMode::kAuto, /*always=*/true).compared);
+    EXPECT_TRUE(compare("a", AgreementMode::kAuto, /*numbers_needed=*/true).compared);
     EXPECT_EQ(slow.collectives(), 4U);
   });
 }
@@ -211,10 +211,24 @@ TEST(Agreement, ADifferenceOrAFailedRankGivesEveryRankAllTexts) {
   run_ranks(3, [](int64_t rank, const GroupPtr& process_group) {
     const Group group(process_group);
     const std::vector<std::string> texts = {"x=1\n", "x=1\n", "x=22\n"};
-    EXPECT_EQ(agree(group, texts[static_cast<size_t>(rank)], false, {}, AgreementMode::kAuto, false).texts, texts);
-    EXPECT_EQ(agree(group, "same", rank == 1, {}, AgreementMode::kAuto, false).texts,
+    EXPECT_EQ(agree(group, {.text = texts[static_cast<size_t>(rank)]}).texts, texts);
+    EXPECT_EQ(agree(group, {.text = "same", .failed = rank == 1}).texts,
               (std::vector<std::string>{"same", "same", "same"}));
-    EXPECT_TRUE(agree(group, "same", false, {}, AgreementMode::kAuto, false).texts.empty());  // usable afterwards
+    EXPECT_TRUE(agree(group, {.text = "same"}).texts.empty());  // usable afterwards
+  });
+}
+
+TEST(Agreement, CP066_UnderCaptureNothingIsSentAndWhatWasAgreedIsKnown) {
+  run_ranks(2, [](int64_t, const GroupPtr& inner) {
+    const NotFree slow(inner);
+    const Group group(slow.process_group);
+    EXPECT_TRUE(agree(group, {.text = "new", .capturing = true}).impossible);
+    EXPECT_EQ(slow.collectives(), 0U);
+    EXPECT_TRUE(agree(group, {.text = "new"}).compared);
+    EXPECT_FALSE(agree(group, {.text = "new", .capturing = true}).impossible);
+    EXPECT_TRUE(agree(group, {.text = "new", .mode = AgreementMode::kAlways, .capturing = true}).impossible);
+    EXPECT_FALSE(agree(group, {.text = "other", .mode = AgreementMode::kOff, .capturing = true}).impossible);
+    EXPECT_EQ(slow.collectives(), 1U);
   });
 }
 

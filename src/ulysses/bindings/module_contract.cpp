@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "ulysses/base/error.h"
+#include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
 #include "ulysses/contract/error_catalogue.h"
 #include "ulysses/contract/guide.h"
@@ -19,6 +21,22 @@ using partition::SequenceLayout;
 using Lengths = std::pair<std::vector<int64_t>, std::vector<int64_t>>;
 
 Lengths lengths_of(const SequenceLayout& layout) { return {layout.lengths(), layout.padded_lengths()}; }
+
+// Python's integers have no bound; ours do.
+int64_t integer(const py::int_& number) {
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0)
+    throw base::Error(
+        {{"CP007", base::ErrorKind::kInvalidArgument,
+          base::cat(std::string(py::str(number)), " is not a 64-bit integer"), "", "a number between 1 and 2^62"}},
+        "ulysses_attention");
+  return value;
+}
+
+std::optional<int64_t> integer(const std::optional<py::int_>& number) {
+  return number ? std::optional(integer(*number)) : std::nullopt;
+}
 
 std::vector<std::pair<int64_t, int64_t>> pairs(const std::vector<partition::Range>& ranges) {
   std::vector<std::pair<int64_t, int64_t>> result;
@@ -74,20 +92,27 @@ void bind_traffic(py::module_& module) {
 }  // namespace
 
 void bind_contract(py::module_& module) {
-  module.def("padded_seq_len", [](const std::string& policy, int64_t seq_len, int64_t cp_size) {
-    return policy_from_text(policy).padded_seq_len(seq_len, cp_size);
+  module.def("padded_seq_len", [](const std::string& policy, const py::int_& seq_len, const py::int_& cp_size) {
+    return policy_from_text(policy).padded_seq_len(integer(seq_len), integer(cp_size));
   });
-  module.def("validate_config", [](const std::string& policy, int64_t seq_len, int64_t cp_size) {
-    return policy_from_text(policy).validate_config(seq_len, cp_size);
+  module.def("validate_config", [](const std::string& policy, const py::int_& seq_len, const py::int_& cp_size) {
+    try {
+      return policy_from_text(policy).validate_config(integer(seq_len), integer(cp_size));
+    } catch (const base::Error& error) {
+      return std::vector<std::string>{error.what()};
+    }
   });
-  module.def("sequence_layout", [](int64_t seq_len, int64_t cp_size, const std::string& policy,
-                                   const std::string& order, std::optional<int64_t> cp_rank) {
+  module.def("sequence_layout", [](const py::int_& seq_len, const py::int_& cp_size, const std::string& policy,
+                                   const std::string& order, const std::optional<py::int_>& cp_rank) {
     partition::token_order(order);
-    return lengths_of(SequenceLayout(seq_len, cp_size, policy_from_text(policy), cp_rank));
+    return lengths_of(SequenceLayout(integer(seq_len), integer(cp_size), policy_from_text(policy), integer(cp_rank)));
   });
-  module.def("sequence_layout_from_lengths", [](std::vector<int64_t> lengths, std::optional<int64_t> cp_rank) {
-    return lengths_of(SequenceLayout::from_lengths(std::move(lengths), cp_rank));
-  });
+  module.def("sequence_layout_from_lengths",
+             [](const std::vector<py::int_>& lengths, const std::optional<py::int_>& cp_rank) {
+               std::vector<int64_t> numbers;
+               for (const py::int_& length : lengths) numbers.push_back(integer(length));
+               return lengths_of(SequenceLayout::from_lengths(std::move(numbers), integer(cp_rank)));
+             });
   module.def("head_ranges", [](int64_t num_heads, int64_t num_kv_heads, int64_t degree) {
     const partition::HeadRanges ranges = partition::head_ranges(num_heads, num_kv_heads, degree);
     return std::make_pair(pairs(ranges.query), pairs(ranges.kv));

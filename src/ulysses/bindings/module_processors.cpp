@@ -1,3 +1,4 @@
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -130,6 +131,22 @@ void bind_call(py::module_& module) {
       });
 }
 
+// Casts q, k and v as the op does under autocast, and lets attend() compute in that dtype.
+class Autocast {
+ public:
+  explicit Autocast(c10::DeviceType device) : device_(device), enabled_(at::autocast::is_autocast_enabled(device)) {
+    if (enabled_) off_.emplace(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  }
+  at::Tensor operator()(const at::Tensor& tensor) const {
+    return enabled_ ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(device_), tensor, device_) : tensor;
+  }
+
+ private:
+  c10::DeviceType device_;
+  bool enabled_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> off_;
+};
+
 contract::AttentionOptions options_of(const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
                                       const std::vector<int64_t>& kv_lengths,
                                       const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
@@ -166,8 +183,9 @@ void bind_processors(py::module_& module) {
              const std::vector<int64_t>& padded_lengths, const std::vector<int64_t>& kv_lengths,
              const std::vector<int64_t>& kv_padded_lengths, bool is_causal, std::optional<double> softmax_scale,
              bool return_lse, const std::string& config) {
+            const Autocast autocast(q.device().type());
             const AttentionResult result =
-                processor.forward(q, k, v, exchange::Group(group),
+                processor.forward(autocast(q), autocast(k), autocast(v), exchange::Group(group),
                                   options_of(lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal,
                                              softmax_scale, return_lse, config));
             return std::make_pair(result.out, result.lse);

@@ -1,4 +1,5 @@
 // Shapes of the attention ops for tracing: symbolic sizes in, symbolic sizes out, no group needed.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
@@ -99,8 +100,19 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
           no_lengths};
 }
 
+// One meta tensor among real ones brings a real call here, where no rule is checked.
+bool is_real_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return !q.is_meta() || !k.is_meta() || !v.is_meta();
+}
+
 AttentionForwardResult attention_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                              ULYSSES_CALL_PARAMETERS, int64_t) {
+                                              ULYSSES_CALL_PARAMETERS, int64_t requires_grad_mask) {
+  if (is_real_call(q, k, v)) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("ulysses::attention_forward", "").typed<AttentionForward>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, ULYSSES_CALL_ARGUMENTS,
+                         requires_grad_mask);
+  }
   AttentionForwardResult result;
   translate_errors([&] { result = forward_shapes(q, k, v, {ULYSSES_CALL_ARGUMENTS}); });
   return result;

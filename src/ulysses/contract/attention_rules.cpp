@@ -80,6 +80,7 @@ std::vector<Feature> features_of(const AttentionSpec& spec) {
   if (spec.causal_alignment == "bottom_right") features.push_back(Feature::kBottomRightCausal);
   if (spec.softmax_scale) features.push_back(Feature::kSoftmaxScale);
   if (spec.return_lse) features.push_back(Feature::kReturnLse);
+  if (spec.outer == "allgather_kv") features.push_back(Feature::kHybridDegree);  // it steers nothing else
   if (spec.kv_role == "replicated") features.push_back(Feature::kReplicatedKv);
   if (spec.qkv_format == "bhsd" || spec.qkv_format == "sbhd") features.push_back(Feature::kQkvFormat);
   std::sort(features.begin(), features.end());

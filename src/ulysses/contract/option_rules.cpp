@@ -56,7 +56,17 @@ CallProblems kernel_rule(const CallFacts& facts) {
   if (facts.spec.kernel == "auto") return {};
   std::vector<std::string_view> known = {"auto"};
   known.insert(known.end(), facts.spec.known_kernels.begin(), facts.spec.known_kernels.end());
-  return to_list(check_word("CP031", "kernel", facts.spec.kernel, known));
+  auto problem = check_word("CP031", "kernel", facts.spec.kernel, known);
+  // Which of the others serves this device and dtype is not known here; these two always do.
+  if (problem) problem->fix = unknown_word("CP031", "kernel", facts.spec.kernel, {"auto", "math"}).fix;
+  return to_list(std::move(problem));
+}
+
+bool is_offered(Feature feature) {
+  const auto table = capability_table();
+  return std::any_of(table.begin(), table.end(), [feature](const Capability& cell) {
+    return cell.feature == feature && cell.support == Support::kSupported;
+  });
 }
 
 CallProblems words_rule(const CallFacts& facts) {
@@ -66,16 +76,21 @@ CallProblems words_rule(const CallFacts& facts) {
                      kRoles = {"sharded", "replicated"}, kAlignments = {"top_left", "bottom_right"},
                      kOuters = {"ring", "allgather_kv"}, kOrders = {"contiguous", "head_tail"};
   CallProblems problems;
-  const auto check = [&problems](std::string_view name, const std::string& value, const Words& known) {
-    if (auto problem = check_word("CP033", name, value, known)) problems.push_back(*std::move(problem));
+  // The words behind the first ask for a feature; a fix names them only if a strategy offers it.
+  const auto check = [&problems](std::string_view name, const std::string& value, const Words& known,
+                                 std::optional<Feature> feature = {}) {
+    auto problem = check_word("CP033", name, value, known);
+    if (!problem) return;
+    if (feature && !is_offered(*feature)) problem->fix = unknown_word("CP033", name, value, {known.front()}).fix;
+    problems.push_back(*std::move(problem));
   };
   check("agreement", spec.agreement, kAgreements);
-  check("qkv_format", spec.qkv_format, kFormats);
-  check("kv_role", spec.kv_role, kRoles);
-  check("causal_alignment", spec.causal_alignment, kAlignments);
-  check("outer", spec.outer, kOuters);
-  if (spec.layout) check("layout.order", spec.layout->order, kOrders);
-  if (spec.kv_layout) check("kv_layout.order", spec.kv_layout->order, kOrders);
+  check("qkv_format", spec.qkv_format, kFormats, Feature::kQkvFormat);
+  check("kv_role", spec.kv_role, kRoles, Feature::kReplicatedKv);
+  check("causal_alignment", spec.causal_alignment, kAlignments, Feature::kBottomRightCausal);
+  check("outer", spec.outer, kOuters, Feature::kHybridDegree);
+  if (spec.layout) check("layout.order", spec.layout->order, kOrders, Feature::kHeadTailOrder);
+  if (spec.kv_layout) check("kv_layout.order", spec.kv_layout->order, kOrders, Feature::kHeadTailOrder);
   return problems;
 }
 

@@ -11,6 +11,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/exchange/token_rows.h"
 #include "ulysses/processors/kernel_processor.h"
+#include "ulysses/processors/tensor_spec.h"
 
 namespace ulysses::processors {
 namespace {
@@ -52,13 +53,13 @@ void check_result(const KernelOutput& result, const Qkv& qkv, const AttendCall& 
         (!same_dtype || tensor.scalar_type() == qkv.q.scalar_type()))
       return;
     const std::string got =
-        tensor.defined() ? base::cat(tensor.scalar_type(), " ", tensor.sizes()) : std::string("nothing");
+        tensor.defined() ? base::cat(dtype_name(tensor.scalar_type()), " ", tensor.sizes()) : std::string("nothing");
     problems.push_back(
         {"CP052", base::ErrorKind::kInvalidArgument,
          base::cat("attend() returned ", name, " ", got, " for q ", qkv.q.sizes(), " and v ", qkv.v.sizes()),
          "The sequence stays in dimension 1",
          base::cat("return ", name, " of shape ", wanted,
-                   same_dtype ? base::cat(" in dtype ", qkv.q.scalar_type()) : std::string())});
+                   same_dtype ? base::cat(" in torch.", dtype_name(qkv.q.scalar_type())) : std::string())});
   };
   expect("out", result.out, out, /*same_dtype=*/true);
   if (call.need_lse) expect("lse", result.lse, lse, /*same_dtype=*/false);
