@@ -25,6 +25,8 @@ ARROWS: dict[str, set[str]] = {
     "processors": {"strategy"},
     "doctor": {"processors", "planner", "transports"},
     "bindings": {"doctor"},
+    # The public header for C++ users, above every folder but the bindings.
+    "ulysses.h": {"doctor"},
 }
 TORCH_FREE = {"base", "contract", "partition", "planner"}
 # Strategies and what stands on them see exchange::Group, never c10d.

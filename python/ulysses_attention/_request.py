@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy, option_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 NO_LENGTHS: tuple[int, ...] = ()
 
@@ -35,14 +35,13 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     """The group of a call, and whether it asks for a 2-D mesh. None is the world. Errors: CP063 without any group."""
     if cp_group is None:
         if not dist.is_initialized():
-            raise RuntimeError(
+            raise ValueError(
                 "[ulysses_attention] cp_group=None is the world, and torch.distributed is not initialised. Fix: "
                 "torch.distributed.init_process_group(), or pass cp_group (run_ranks gives one). [CP063]"
             )
         return cast("ProcessGroup", dist.group.WORLD), False
-    if hasattr(cp_group, "mesh_dim_names"):
-        mesh = cast("DeviceMesh", cp_group)
-        return mesh.get_group(mesh.ndim - 1), mesh.ndim > 1
+    if isinstance(cp_group, DeviceMesh):
+        return cp_group.get_group(cp_group.ndim - 1), cp_group.ndim > 1
     if not isinstance(cp_group, dist.ProcessGroup):
         raise ValueError(
             f"[ulysses_attention] cp_group={cp_group!r} is no process group of which this process is a member. Fix: a "

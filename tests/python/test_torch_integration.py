@@ -118,7 +118,8 @@ def test_cp065_a_second_derivative_is_refused(how: str, world: int) -> None:
         loss = (out * weights).sum()
         try:
             torch.autograd.grad(loss, (q,), create_graph=True)
-        except NotImplementedError as error:
+        except RuntimeError as error:  # from a backend autograd passes on nothing more precise
+            assert how == "backend" or isinstance(error, NotImplementedError)
             torch.autograd.grad((out * weights).sum(), (q,), create_graph=False)  # the fix
             return str(error)
         return ""

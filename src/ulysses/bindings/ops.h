@@ -31,8 +31,8 @@ using Attention = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at
                                                      ULYSSES_CALL_PARAMETERS);
 
 // attention plus what its backward reads; tensors that a strategy has no use for are empty.
-//   saved_q, saved_kv: what the exchange received; saved_out [B, Sq, h, D_v], saved_lse [B, h, Sq]: the local result;
-//   saved_lengths: int64 on the CPU, query then key tokens per rank, where they were exchanged.
+//   saved_q, saved_kv: what the exchange received; saved_out [Sq, B, h, D_v], saved_lse [B, h, Sq]: the local result;
+//   saved_lengths: int64, query then key tokens per rank where they were exchanged (on the CPU), else empty.
 // requires_grad_mask: bits q, k, v; compared across ranks, because backward is a collective too.
 inline constexpr const char* kAttentionForwardSchema =
     "attention_forward(Tensor q, Tensor k, Tensor v, " ULYSSES_CALL_SCHEMA

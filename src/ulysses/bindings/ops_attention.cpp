@@ -28,9 +28,9 @@ at::Tensor own(const at::Tensor& tensor) {
   return alone ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOptions& options) {
+at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOptions& options, const at::Tensor& q) {
   const bool exchanged = plan.cp_size > 1 && !options.policy.require_seq_divisible && !options.layout;
-  if (!exchanged) return at::empty({0}, at::kLong);
+  if (!exchanged) return at::empty({0}, q.options().dtype(at::kLong).requires_grad(false));
   std::vector<int64_t> lengths = plan.lengths;
   lengths.insert(lengths.end(), plan.kv_lengths.begin(), plan.kv_lengths.end());
   return at::tensor(lengths, at::kLong);
@@ -49,9 +49,9 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
           lse,
           or_empty(trace.buffers.q, plain),
           or_empty(trace.buffers.kv, plain),
-          strategy.backward_needs().local_out ? own(trace.local.out) : at::empty({0}, plain),
+          strategy.backward_needs().local_out ? own(trace.local.out.transpose(0, 1)) : at::empty({0}, plain),
           saved_lse,
-          lengths_tensor(trace.plan, options)};
+          lengths_tensor(trace.plan, options, qkv.q)};
 }
 
 // The plan of the forward again, from what its ops saved.
@@ -90,7 +90,7 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const Saved& saved,
   const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
   const strategy::LocalWork work = strategy.local_work(plan);
   kernels::KernelOutput local = saved.local;
-  if (!strategy.backward_needs().local_out) local.out = saved.out.narrow(1, 0, plan.length());
+  local.out = strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : saved.out.narrow(1, 0, plan.length());
 
   const at::Tensor grad_local = strategy.restore_backward(plan, grad_out, group);
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);

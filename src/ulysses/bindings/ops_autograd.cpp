@@ -9,6 +9,7 @@
 #include "ulysses/bindings/ops.h"
 #include "ulysses/bindings/ops_call.h"
 #include "ulysses/processors/differentiable.h"
+#include "ulysses/strategy/strategy.h"
 
 namespace ulysses::bindings {
 namespace {
@@ -62,7 +63,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     static const auto op = find_op<AttentionBackward>("ulysses::attention_backward");
-    processors::refuse_second_derivative();
+    translate_errors([] { processors::refuse_second_derivative(); });
     const auto saved = context->get_saved_variables();
     auto& data = context->saved_data;
     const auto lengths = data["lengths"].toSymIntVector();

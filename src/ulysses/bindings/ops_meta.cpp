@@ -46,8 +46,9 @@ bool split_layouts(const at::Tensor& q, const at::Tensor& k, const OpCall& call)
 
 void refuse_unknown_lengths(const contract::UlyssesContextParallelPolicy& policy, const OpCall& call) {
   if (policy.require_seq_divisible || !call.lengths.empty() || call.cp_size == 1) return;
+  // Not of kind kUnsupported: tracing takes a NotImplementedError for an op without shapes and hides the text.
   base::raise_if_any(
-      {{"CP064", base::ErrorKind::kUnsupported,
+      {{"CP064", base::ErrorKind::kInvalidArgument,
         "require_seq_divisible=False without a layout exchanges lengths on every call, and a traced graph "
         "needs them beforehand",
         "", "pass layout=SequenceLayout(seq_len, cp_size, policy), or call without torch.compile"}},
@@ -71,7 +72,7 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   const auto lse_options = plain.dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const at::Tensor out = empty({batch, q.sym_size(1), num_heads, d_v}, plain);
   const at::Tensor lse = call.return_lse ? empty({batch, num_heads, q.sym_size(1)}, lse_options) : nothing(lse_options);
-  const at::Tensor no_lengths = at::empty({0}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  const at::Tensor no_lengths = nothing(plain.dtype(at::kLong));
 
   if (call.cp_size == 1 || options.strategy == "allgather_kv") {
     const at::Tensor saved_kv =
@@ -94,7 +95,7 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
           lse,
           empty({q_tokens.global, batch, q_row}, plain),
           split ? empty({kv_tokens.global, batch, kv_row}, plain) : nothing(plain),
-          empty({batch, q_tokens.global, h, d_v}, plain),
+          empty({q_tokens.global, batch, h, d_v}, plain),
           empty({batch, h, q_tokens.global}, lse_options),
           no_lengths};
 }

@@ -11,6 +11,7 @@ using base::ErrorKind;
 constexpr ErrorKind kInvalid = ErrorKind::kInvalidArgument;
 constexpr ErrorKind kUnsupported = ErrorKind::kUnsupported;
 constexpr ErrorKind kMismatch = ErrorKind::kRankMismatch;
+constexpr ErrorKind kInternal = ErrorKind::kInternal;
 constexpr ErrorKind kComm = ErrorKind::kCommunication;
 
 constexpr std::array kEntries = std::to_array<CatalogueEntry>({
@@ -96,12 +97,16 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
      "look at the rank that the message names"},
     {"CP063", kInvalid, "no such process group", "no group is registered under the name",
      "call torch.distributed.init_process_group first, or pass a live group"},
-    {"CP064", kUnsupported, "uneven lengths without a layout under torch.compile",
+    {"CP064", kInvalid, "uneven lengths without a layout under torch.compile",
      "the lengths would have to be exchanged while the graph runs", "pass `layout=`"},
-    {"CP065", kUnsupported, "a second derivative",
-     "backward was called with create_graph=True and is not differentiable", "`create_graph=False`"},
+    {"CP065", kUnsupported, "second derivative", "backward was asked to be differentiable (`create_graph=True`)",
+     "call backward with `create_graph=False`"},
+    {"CP066", kUnsupported, "new options under CUDA graph capture", "the ranks cannot compare them while a graph is recorded",
+     "make the same call once before the capture"},
     {"CP070", kUnsupported, "another torch version", "the library was built for another torch than the one imported",
      "install the torch in the message, or rebuild"},
+    {"CP099", kInternal, "internal error", "the Python and the C++ part of this library do not fit each other",
+     "report it with the whole message"},
 });
 
 std::string_view python_exception(ErrorKind kind) {

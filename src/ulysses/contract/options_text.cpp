@@ -97,7 +97,7 @@ ParsedOptions parse(std::string_view text) {
     const size_t equals = std::min(line.find('='), line.size());
     const auto setter = setters().find(std::string_view(line).substr(0, equals));
     if (setter == setters().end())
-      throw base::Error("CP000", base::ErrorKind::kInternal, base::cat("unknown option line \"", line, "\""));
+      throw base::Error("CP099", base::ErrorKind::kInternal, base::cat("unknown option line \"", line, "\""));
     setter->second(parsed, equals < line.size() ? line.substr(equals + 1) : "");
   }
   return parsed;

@@ -67,16 +67,19 @@ std::optional<AgreementMode> agreement_mode(std::string_view word) {
                                                                              : AgreementMode::kAuto;
 }
 
-Agreement agree(const Group& group, const std::string& text, bool failed, const std::vector<int64_t>& numbers,
-                AgreementMode mode, bool always) {
-  const size_t hash = std::hash<std::string>{}(text);
-  const bool known =
-      mode == AgreementMode::kAuto && !group.agreement_is_free() && !failed && agreed_texts().contains(group, hash);
-  if (!always && (mode == AgreementMode::kOff || known)) return {};
-
-  std::vector<int64_t> row = {static_cast<int64_t>(hash), failed ? 1 : 0};
-  row.insert(row.end(), numbers.begin(), numbers.end());
+Agreement agree(const Group& group, const AgreementRequest& request) {
+  const size_t hash = std::hash<std::string>{}(request.text);
+  const bool first_use_only = request.mode == AgreementMode::kAuto && !group.agreement_is_free();
+  const bool known = first_use_only && !request.failed && agreed_texts().contains(group, hash);
+  if (!request.numbers_needed && (request.mode == AgreementMode::kOff || known)) return {};
   Agreement result;
+  if (request.capturing) {
+    result.impossible = true;
+    return result;
+  }
+
+  std::vector<int64_t> row = {static_cast<int64_t>(hash), request.failed ? 1 : 0};
+  row.insert(row.end(), request.numbers.begin(), request.numbers.end());
   result.compared = true;
   bool equal = true;
   for (std::vector<int64_t>& other : group.gather_numbers(row)) {
@@ -84,8 +87,8 @@ Agreement agree(const Group& group, const std::string& text, bool failed, const 
     result.numbers.emplace_back(other.begin() + 2, other.end());
   }
   if (!equal) {
-    result.texts = group.gather_texts(text);
-  } else if (mode == AgreementMode::kAuto && !group.agreement_is_free()) {
+    result.texts = group.gather_texts(request.text);
+  } else if (first_use_only) {
     agreed_texts().insert(group, hash);
   }
   return result;

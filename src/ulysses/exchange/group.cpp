@@ -99,7 +99,7 @@ Group::Group(const Group&) = default;
 Group& Group::operator=(const Group&) = default;
 Group::~Group() = default;
 
-Group::Group(c10::intrusive_ptr<ProcessGroup> process_group) : process_group_(std::move(process_group)) {
+Group::Group(const c10::intrusive_ptr<ProcessGroup>& process_group) : process_group_(process_group) {
   if (process_group_ == nullptr) {
     throw base::Error({{"CP063", base::ErrorKind::kInvalidArgument, "the process group is null", "",
                         "pass a group from torch.distributed or ThreadWorld::group"}},
@@ -119,7 +119,7 @@ Group Group::resolve(const std::string& group_name) {
                         "pass the group_name of a group that is alive in this process"}},
                       "Group::resolve");
   }
-  return Group(std::move(found));
+  return Group(found);
 }
 
 int64_t Group::rank() const { return process_group_->getRank(); }

@@ -17,7 +17,7 @@ namespace ulysses::exchange {
 // Every method but the accessors is a collective: every rank of the group must call it. Errors: CP062.
 class Group {
  public:
-  explicit Group(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  explicit Group(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group);  // CP063 for a null pointer
   Group(const Group&);
   Group& operator=(const Group&);
   ~Group();

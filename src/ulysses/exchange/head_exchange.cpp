@@ -1,7 +1,6 @@
 #include "ulysses/exchange/head_exchange.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <numeric>
 
@@ -39,7 +38,10 @@ at::Tensor unpack_item(const HeadItem& item, const std::vector<at::Tensor>& chun
   const bool sum = overlaps(*item.heads);
   const auto options = item.tensor.options();
   at::Tensor result = at::empty({item.tensor.size(0), rows, item.num_heads, head_dim}, options);
-  at::Tensor target = sum ? at::zeros(result.sizes(), options.dtype(accumulation_type(item.tensor))) : result;
+  const at::ScalarType wide = accumulation_type(item.tensor);
+  at::Tensor target =
+      sum && wide != item.tensor.scalar_type() ? at::empty(result.sizes(), options.dtype(wide)) : result;
+  if (sum) target.zero_();
   for (size_t rank = 0; rank < chunks.size(); ++rank) {
     const Range heads = (*item.heads)[rank];
     if (heads.empty() || length == 0) continue;
@@ -47,7 +49,7 @@ at::Tensor unpack_item(const HeadItem& item, const std::vector<at::Tensor>& chun
     at::Tensor place = target.narrow(1, 0, length).narrow(2, heads.begin, heads.size());
     sum ? place.add_(part) : place.copy_(part);
   }
-  if (sum) result.copy_(target);
+  if (!target.is_same(result)) result.copy_(target);
   if (rows > length) result.narrow(1, length, rows - length).zero_();
   return result;
 }

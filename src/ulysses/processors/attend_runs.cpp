@@ -94,7 +94,8 @@ KernelOutput attend_runs(const LocalWork& work, const Qkv& views, const AttendCa
     KernelOutput result = attend(qkv.q, qkv.k, qkv.v, run_call);
     check_result(result, qkv, call);
     outs.push_back(std::move(result.out));
-    if (result.lse.defined()) lses.push_back(std::move(result.lse));
+    // One dtype on every rank, whatever the backend computes in: ranks without work have no backend to ask.
+    if (result.lse.defined()) lses.push_back(result.lse.to(exchange::accumulation_type(views.q)));
   }
   if (outs.size() == 1) return {outs[0], lses.empty() ? at::Tensor() : lses[0]};
   return {at::cat(outs, 2), lses.empty() ? at::Tensor() : at::cat(lses, 1)};

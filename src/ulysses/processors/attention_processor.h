@@ -65,7 +65,8 @@ class UlyssesAttentionProcessor {
 
  protected:
   // Local attention: q [B, Sq, h, D], k [B, Skv, h_kv, D], v [B, Skv, h_kv, D_v], strided, h % h_kv == 0, K/V complete
-  // for these queries, never empty → out [B, Sq, h, D_v] and, if call.need_lse, lse [B, h, Sq].
+  // for these queries, never empty → out [B, Sq, h, D_v] like q and, if call.need_lse, lse [B, h, Sq] of any float
+  // dtype, better float32.
   // Called 0–3 times a forward. Gradients flow through whatever differentiable code it runs.
   virtual kernels::KernelOutput attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                        const AttendCall& call) = 0;

@@ -102,15 +102,10 @@ AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy
 
 void refuse_second_derivative() {
   if (!at::GradMode::is_enabled()) return;
-  const base::Problem problem{.id = "CP065",
-                              .kind = base::ErrorKind::kUnsupported,
-                              .what =
-                                  "a second derivative was asked for (create_graph=True), and backward is not "
-                                  "differentiable",
-                              .rule = "",
-                              .fix = "call backward() or autograd.grad() with create_graph=False"};
-  // Not base::Error: autograd hands this to Python, where only torch's own errors keep their kind.
-  TORCH_CHECK_NOT_IMPLEMENTED(false, base::format(problem, "ulysses_attention"));
+  base::raise_if_any({{"CP065", base::ErrorKind::kUnsupported,
+                       "a second derivative was asked for (create_graph=True), and backward is not differentiable", "",
+                       "call backward() or autograd.grad() with create_graph=False"}},
+                     "ulysses_attention");
 }
 
 }  // namespace ulysses::processors

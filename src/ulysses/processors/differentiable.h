@@ -12,8 +12,8 @@ strategy::Qkv differentiable_exchange(const strategy::AttentionPlan& plan, const
 AttentionResult differentiable_restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                                        const kernels::KernelOutput& local, const exchange::Group& group);
 
-// Raises CP065 in a backward that is itself differentiated: what backward computes carries no graph, and a second
-// derivative would come out wrong without a word.
+// For a backward that autograd runs in order to differentiate it again (create_graph=True): its collectives would drop
+// the second derivative without a word. Errors: CP065.
 void refuse_second_derivative();
 
 }  // namespace ulysses::processors

@@ -1,9 +1,6 @@
 #include "ulysses/processors/prepare.h"
 
-#include <c10/util/typeid.h>
-
-#include <algorithm>
-#include <cctype>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "ulysses/base/error.h"
 #include "ulysses/contract/fingerprint.h"
@@ -25,6 +22,26 @@ std::vector<base::Problem> all_problems(const AttentionSpec& spec, const Ulysses
   return backend.refusals(spec, backward);
 }
 
+// Whether the current stream of a CUDA device records a graph; asked through the device's guard, so that this library
+// needs nothing of CUDA at link time.
+template <typename Guard>
+bool is_capturing(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) return guard.isStreamCapturing(stream);
+  return false;  // a torch that cannot tell: a comparison then fails inside the capture, with CUDA's own error
+}
+
+bool is_capturing(const at::Device& device) {
+  if (!device.is_cuda()) return false;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return is_capturing(guard, guard.getStream(device));
+}
+
+base::Problem capture_problem() {
+  return {"CP066", base::ErrorKind::kUnsupported,
+          "a call whose options are new to this group under CUDA graph capture, where ranks cannot compare them", "",
+          "make the same call once before the capture, with agreement=\"auto\" and, under the uneven policy, a layout"};
+}
+
 }  // namespace
 
 AttentionSpec describe(const strategy::Qkv& qkv, const Group& group, const contract::AttentionOptions& options,
@@ -44,7 +61,7 @@ AttentionSpec describe(const strategy::Qkv& qkv, const Group& group, const contr
 }
 
 strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentionProcessor& backend, const Group& group,
-                                int64_t requires_grad_mask) {
+                                const at::Device& device, int64_t requires_grad_mask) {
   const std::vector<base::Problem> problems = all_problems(spec, backend, requires_grad_mask != 0);
   const bool failed = !problems.empty();
   const auto mode = exchange::agreement_mode(spec.agreement).value_or(exchange::AgreementMode::kAuto);
@@ -54,10 +71,16 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
   }
   const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
   const auto rows = [](const contract::TensorSpec& tensor) { return tensor.sizes.size() > 1 ? tensor.sizes[1] : -1; };
-  const std::string text = failed ? contract::failed_fingerprint(problems)
-                                  : contract::fingerprint_text(contract::fingerprint_fields(spec, requires_grad_mask));
-  const exchange::Agreement agreement =
-      exchange::agree(group, text, failed, {rows(spec.q), rows(spec.k)}, mode, exchange_lengths);
+  exchange::AgreementRequest request;
+  request.text = failed ? contract::failed_fingerprint(problems)
+                        : contract::fingerprint_text(contract::fingerprint_fields(spec, requires_grad_mask));
+  request.mode = mode;
+  request.numbers = {rows(spec.q), rows(spec.k)};
+  request.numbers_needed = exchange_lengths;
+  request.failed = failed;
+  request.capturing = is_capturing(device);
+  const exchange::Agreement agreement = exchange::agree(group, request);
+  if (agreement.impossible) base::raise_if_any({capture_problem()}, spec.op, spec.cp_rank, spec.cp_size);
   if (!agreement.texts.empty()) {
     base::raise_if_any(contract::compare_fingerprints(agreement.texts), spec.op, spec.cp_rank, spec.cp_size);
   }

@@ -11,6 +11,6 @@ contract::AttentionSpec describe(const strategy::Qkv& qkv, const exchange::Group
 
 // Validates and compares with the other ranks; returns the plan, or raises the same error on every rank.
 strategy::AttentionPlan prepare(const contract::AttentionSpec& spec, const UlyssesAttentionProcessor& backend,
-                                const exchange::Group& group, int64_t requires_grad_mask);
+                                const exchange::Group& group, const at::Device& device, int64_t requires_grad_mask);
 
 }  // namespace ulysses::processors

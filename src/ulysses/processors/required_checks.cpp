@@ -33,13 +33,17 @@ std::vector<int64_t> checksums(const at::Tensor& tensor) {
 
 std::string kv_problem(const AttentionPlan& plan, const LocalWork& work, const Qkv& views,
                        const std::vector<std::vector<int64_t>>& announced) {
+  if (views.k.dim() != 4 || views.v.dim() != 4)
+    return base::cat("this backend's K has shape ", views.k.sizes(), " and its V ", views.v.sizes(),
+                     " instead of [B, S_global, h_kv, D]");
   const int64_t tokens = views.k.size(1);
   if (tokens != plan.kv_seq_len() || views.v.size(1) != tokens)
     return base::cat("this backend's K covers ", tokens, " and its V ", views.v.size(1), " of ", plan.kv_seq_len(),
                      " tokens");
   const auto heads = plan.num_kv_heads;
-  if (work.kv_head_begin + views.k.size(2) > heads)
-    return base::cat("this backend's K has ", views.k.size(2), " heads from head ", work.kv_head_begin, " of ", heads);
+  if (views.v.size(2) != views.k.size(2) || work.kv_head_begin + views.k.size(2) > heads)
+    return base::cat("this backend's K has ", views.k.size(2), " and its V ", views.v.size(2), " heads from head ",
+                     work.kv_head_begin, " of ", heads);
   int64_t begin = 0;
   for (size_t rank = 0; rank < plan.kv_lengths.size(); ++rank) {
     const int64_t length = plan.kv_lengths[rank];

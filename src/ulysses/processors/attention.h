@@ -1,0 +1,33 @@
+#pragma once
+
+#include "ulysses/partition/sequence_layout.h"
+#include "ulysses/processors/attention_processor.h"
+
+namespace ulysses::processors {
+
+// Context-parallel attention in one call: the backend that options.policy names does it, its forward differentiable by
+// autograd. What torch.ops.ulysses.attention is for Python, with the same numbers.
+// Shapes:  q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v],
+//          lse [B, H, S_local] when options.return_lse, else undefined
+// Dtype:   any float, equal for q, k and v; lse float32 (float64 for float64), without gradient. Autocast does not
+//          reach this call: cast before it.
+// Comm:    every rank of the group must call it, and its backward. ulysses: two collectives forward and two backward
+//          (three where q and k/v are sharded differently); allgather_kv: one and one; one more, small, where ranks
+//          compare or exchange lengths. A group of one: none.
+// Errors:  base::Error with an id of docs/errors.md, the same on every rank: CP001–CP050 (the call), CP052, CP053 (a
+//          backend's own code), CP060, CP062 (the group), CP065 (a second derivative).
+AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const exchange::Group& group, const contract::AttentionOptions& options = {});
+
+// The same for shards of `layout`: options.layout becomes this one. Padding rows of out and of every gradient are zero.
+AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const exchange::Group& group, const partition::SequenceLayout& layout,
+                                  contract::AttentionOptions options = {});
+
+// This rank's rows of a whole sequence, zero rows behind where the layout pads. Differentiable: the slice's gradient
+// inside zeros, to be summed over ranks.
+// Shapes:  x [.., S_global, ..] → [.., padded_lengths[rank], ..] at `dim`. Comm: none.
+// Errors:  CP012 (x's length is not the layout's), CP015 (rank).
+at::Tensor shard(const at::Tensor& x, const partition::SequenceLayout& layout, int64_t rank, int64_t dim = 1);
+
+}  // namespace ulysses::processors
