@@ -100,7 +100,11 @@ def test_the_thread_count_is_restored(fails: bool) -> None:
                 run_ranks(on_rank, 64)
         else:
             run_ranks(on_rank, 64)
-        assert torch.get_num_threads() == 3
+        later: list[int] = []  # a thread that starts now takes the process's count
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 3 and later == [3]
         assert set(counts) == {1}
     finally:
         torch.set_num_threads(before)
