@@ -1,4 +1,4 @@
-"""tests/cuda is the proof that the README waits for: it is collected only where there is a GPU, and says so elsewhere."""
+"""tests/cuda is the proof that the README waits for: collected only where there is a GPU; elsewhere it says so."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from oracle import oracle
+
 from ulysses_attention import SequenceLayout, ulysses_attention
 from ulysses_attention.launch import run_processes
 
