@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from oracle import Numbers, max_error, oracle_with_grads, single_process, tolerance
 
 import ulysses_attention as ua
+from oracle import Numbers, max_error, oracle_with_grads, single_process, tolerance
 
 UNEVEN = ua.UlyssesContextParallelPolicy(require_seq_divisible=False)
 HEADS = [(8, 8), (30, 30), (12, 3), (8, 1), (3, 3), (2, 1)]

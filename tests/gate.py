@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import Numbers, max_error, oracle_with_grads, tolerance
 
 import ulysses_attention as ua
+from oracle import Numbers, max_error, oracle_with_grads, tolerance
 from ulysses_attention.launch import ProcessRanks
 
 BUILT_IN = "ulysses"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gate import assert_matches_single_card
 
 import ulysses_attention as ua
+from gate import assert_matches_single_card
 from ulysses_attention.launch import ProcessRanks
 
 
