@@ -9,6 +9,7 @@
 #include "ulysses/bindings/ops_call.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/exchange/token_gather.h"
+#include "ulysses/processors/differentiable.h"
 
 namespace ulysses::bindings {
 namespace {
@@ -79,6 +80,7 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     static const auto op = find_op<GatherSequenceBackward>("ulysses::gather_sequence_backward");
+    translate_errors([] { processors::refuse_second_derivative(); });
     auto& data = context->saved_data;
     const auto lengths = data["lengths"].toSymIntVector();
     return {op.call(grads[0], data["rows"].toSymInt(), data["group_name"].toStringRef(), data["cp_rank"].toInt(),

@@ -54,12 +54,15 @@ Answer ask(const Probe& probe, const at::Tensor& q, const at::Tensor& k, const a
     answer.local = probe.attention(q, k, v);
     if (answer.local.sizes() != q.sizes()) mine = cat("it returns shape ", answer.local.sizes(), " for q ", q.sizes());
   } catch (const std::exception& error) {
-    mine = cat("it raised: ", error.what());
+    const std::string_view text = error.what();  // of a Python error: its traceback follows
+    mine = cat("it raised: ", text.substr(0, text.find('\n')));
   }
   const auto texts = probe.group.gather_texts(mine);
   for (size_t rank = 0; rank < texts.size() && answer.problem.empty(); ++rank)
     if (!texts[rank].empty()) answer.problem = cat("rank ", rank, ": ", texts[rank]);
-  if (answer.problem.empty()) answer.global = probe.gather(answer.local);
+  if (!answer.problem.empty()) return answer;
+  answer.global = probe.gather(answer.local);
+  if (!answer.global.isfinite().all().item<bool>()) answer.problem = "the output is not finite";
   return answer;
 }
 
@@ -112,6 +115,8 @@ std::string order_problem(const Probe& probe) {
       const double value = rows.const_data_ptr<double>()[token * probe.num_heads + h];
       const auto got = static_cast<int64_t>(std::llround(value));
       if (std::abs(value - static_cast<double>(h * probe.seq_len + token)) < 0.1) continue;
+      const bool is_a_row = std::abs(value - static_cast<double>(got)) < 0.1;
+      if (!is_a_row || got < 0 || got >= probe.num_heads * probe.seq_len) return "";  // wrong, but not by its place
       return cat("the output is out of order: row ", token, ", head ", h, " holds what belongs to row ",
                  got % probe.seq_len, ", head ", got / probe.seq_len);
     }

@@ -6,6 +6,7 @@
 
 #include "ulysses/base/text.h"
 #include "ulysses/kernels/local_attention.h"
+#include "ulysses/processors/differentiable.h"
 #include "ulysses/processors/tensor_spec.h"
 
 namespace ulysses::processors {
@@ -68,6 +69,7 @@ struct KernelFunction : torch::autograd::Function<KernelFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads) {
+    refuse_second_derivative();
     const auto saved = context->get_saved_variables();
     AttendCall call;
     call.is_causal = context->saved_data["is_causal"].toBool();

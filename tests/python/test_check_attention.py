@@ -1,0 +1,167 @@
+"""check_attention: ok for what is right, and one plain sentence for what is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ulysses_attention import SequenceLayout, check_attention, run_ranks, ulysses_attention
+from ulysses_attention.recipe import context_parallel_attention
+
+SECONDS = 5.0
+ROWS = 8  # of the shards that check_attention makes
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def _attention(kind: str, rank: int, group: Any) -> Attention:
+    """A context-parallel attention with one property, wrong unless its name says otherwise."""
+    world = group.size()
+    layout = SequenceLayout.from_lengths([ROWS] * world)
+
+    def gather(x: torch.Tensor, grad: Any = "sum") -> torch.Tensor:
+        return layout.gather(x, group, grad=grad)
+
+    def ours(q: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
+        return ulysses_attention(q, k, v, group, **options)
+
+    def ours_by_gather(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return ours(q, k, v, strategy="allgather_kv")
+
+    def right_by_hand(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return _attend(q, gather(k), gather(v))
+
+    def swapped_ranks(q: Any, k: Any, v: Any) -> torch.Tensor:
+        other = (rank + 1) % world
+        return right_by_hand(gather(q)[:, ROWS * other : ROWS * other + ROWS], k, v)
+
+    def own_counted_twice(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return _attend(q, torch.cat([gather(k), k], 1), torch.cat([gather(v), v], 1))
+
+    def last_rank_dropped(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return _attend(q, gather(k)[:, :-ROWS], gather(v)[:, :-ROWS])
+
+    def raises_on_rank_1(q: Any, k: Any, v: Any) -> torch.Tensor:
+        if rank == 1:
+            raise ArithmeticError("cannot attend")
+        return _attend(q, k, v)
+
+    kinds: dict[str, Attention] = {
+        "ours": ours,
+        "ours_by_gather": ours_by_gather,
+        "recipe": lambda q, k, v: context_parallel_attention(q, k, v, group=group),
+        "right_by_hand": right_by_hand,
+        "local": _attend,
+        "own_repeated": lambda q, k, v: _attend(q, k.repeat(1, world, 1, 1), v.repeat(1, world, 1, 1)),
+        "own_counted_twice": own_counted_twice,
+        "last_rank_dropped": last_rank_dropped,
+        "swapped_heads": lambda q, k, v: ours(q, k, v).flip(2),
+        "swapped_rows": lambda q, k, v: ours(q, k, v).flip(1),
+        "swapped_ranks": swapped_ranks,
+        "scale_1": lambda q, k, v: ours(q, k, v, softmax_scale=1.0),
+        "scale_1/D": lambda q, k, v: ours(q, k, v, softmax_scale=1.0 / q.shape[3]),
+        "values_off": lambda q, k, v: ours(q, k, v) + 0.01 * k.abs().sum() * v.std(),
+        "not_reduced": lambda q, k, v: _attend(q, gather(k, "slice"), gather(v, "slice")),
+        "scaled_grad": lambda q, k, v: _ScaleGrad.apply(ours(q, k, v), float(world)),
+        "no_grad_of_q": lambda q, k, v: ours(q.detach(), k, v),
+        "no_grad": lambda q, k, v: ours(q, k, v).detach(),
+        "whole_shape": lambda q, k, v: _attend(gather(q), gather(k), gather(v)),
+        "nan": lambda q, k, v: ours(q, k, v) * float("nan"),
+        "no_tensor": lambda q, k, v: None,
+        "raises": raises_on_rank_1,
+    }
+    return kinds[kind]
+
+
+def _check(rank: int, group: Any, kind: str) -> tuple[str, bool, float, str]:
+    start = time.monotonic()
+    check = check_attention(_attention(kind, rank, group), group)
+    seconds = time.monotonic() - start
+    assert check.diagnosis in str(check)
+    return check.diagnosis, check.ok, seconds, str(check)
+
+
+def _run(way: str, world: int, kind: str, gloo: Any) -> list[tuple[str, bool, float, str]]:
+    if way == "gloo":
+        return gloo(world).run(_check, kind, timeout_s=30.0)
+    return run_ranks(lambda rank, group: _check(rank, group, kind), world, timeout_s=10.0)
+
+
+RIGHT = [("threads", "ours"), ("threads", "ours_by_gather"), ("threads", "right_by_hand"),
+         ("gloo", "ours"), ("gloo", "ours_by_gather"), ("gloo", "recipe")]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("way", "kind"), RIGHT)
+def test_ok_for_what_is_right(way: str, kind: str, world: int, gloo: Any) -> None:
+    results = _run(way, world, kind, gloo)
+    for diagnosis, ok, seconds, text in results:
+        assert diagnosis == "ok" and ok and seconds < SECONDS
+        assert text == results[0][3] and text.startswith("ok (largest error: out ")
+
+
+WRONG = {
+    "local": "each rank attends only to its own tokens: keys 8–15 never reach queries 0–7",
+    "own_repeated": "each rank attends only to its own tokens: keys 8–15 never reach queries 0–7",
+    "last_rank_dropped": "keys {last} never reach queries 0–7",
+    "own_counted_twice": "keys 0–7 weigh 0.{twice}",
+    "swapped_heads": "the output is out of order: row 0, head 0 holds what belongs to row 0, head 3",
+    "swapped_rows": "the output is out of order: row 0, head 0 holds what belongs to row 7, head 0",
+    "swapped_ranks": "the output is out of order: row 0, head 0 holds what belongs to row 8, head 0",
+    "scale_1": "the softmax scale is 1 instead of 1 / sqrt(D)",
+    "scale_1/D": "the softmax scale is 1 / D instead of 1 / sqrt(D)",
+    "values_off": "the values are wrong, although every key reaches every query in order",
+    "not_reduced": "it must be summed over the queries of every rank",
+    "scaled_grad": "the gradient of v is {world} times what it must be",
+    "no_grad_of_q": "the gradient of q is 0 times what it must be",
+    "no_grad": "the output carries no gradient: backward would train nothing",
+    "whole_shape": "rank 0: it returns shape [1, {seq_len}, 4, {head_dim}] for q [1, 8, 4, {head_dim}]",
+    "nan": "the output is not finite",
+    "no_tensor": "rank 0: it raised: ",
+    "raises": "rank 1: it raised: ArithmeticError: cannot attend",
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", WRONG)
+def test_one_sentence_for_what_is_wrong(kind: str, world: int, gloo: Any) -> None:
+    seq_len = ROWS * world
+    wanted = WRONG[kind].format(
+        world=world, seq_len=seq_len, head_dim=max(16, seq_len), last=f"{seq_len - 8}–{seq_len - 1}",
+        twice="666667 in queries 0–7 instead of 0.5" if world == 2 else "4 in queries 0–7 instead of 0.25",
+    )  # fmt: skip
+    for way in ("threads", "gloo"):
+        results = _run(way, world, kind, gloo)
+        for diagnosis, ok, seconds, text in results:
+            assert wanted in diagnosis and not ok, (way, diagnosis)
+            assert "\n" not in diagnosis and seconds < SECONDS
+            assert text == results[0][3]  # the same on every rank
+
+
+def test_the_errors_stand_behind_the_sentence() -> None:
+    for check in run_ranks(lambda r, g: check_attention(_attention("ours", r, g), g), 2):
+        assert 0 <= check.forward_error < 1e-5 and 0 <= check.dq_error < 1e-4
+        assert 0 <= check.dk_error < 1e-4 and 0 <= check.dv_error < 1e-4
+    for check in run_ranks(lambda r, g: check_attention(_attention("not_reduced", r, g), g), 2):
+        assert check.forward_error < 1e-5 and check.dv_error > 1e-2 and f"dv {check.dv_error:.1g}"[:4] in str(check)
+    for check in run_ranks(lambda r, g: check_attention(_attention("local", r, g), g), 2):
+        assert check.forward_error == -1 and "out not reached" in str(check)
