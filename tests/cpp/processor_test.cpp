@@ -153,7 +153,7 @@ TEST(Processor, AWrongShapeOrDtypeFromAttendIsRefusedCP052) {
        [](KernelOutput r) {
          return KernelOutput{r.out, {}};
        }},
-      {"lse Float [1, 16, 4]",
+      {"lse float32 [1, 16, 4]",
        [](KernelOutput r) {
          return KernelOutput{r.out, r.lse.transpose(1, 2)};
        }},
