@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 
 Numbers = dict[str, torch.Tensor]  # out, lse, dq, dk, dv
 
-_CHUNK = 1 << 21  # scores held at a time
+_CHUNK = 1 << 18  # scores held at a time: 2 MiB
 
 
 def oracle(
@@ -19,13 +19,13 @@ def oracle(
     is_causal: bool = False,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [B, S, H, D] over k [B, S_kv, H_kv, D], v [B, S_kv, H_kv, D_v], in float64 and in chunks of rows.
+    """Attention of q [B, S, H, D] over k [B, S_kv, H_kv, D], v [B, S_kv, H_kv, D_v], in float64 and in chunks.
 
     Shapes: → out [B, S, H, D_v], lse [B, H, S] (natural log). Query head i reads KV head i // (H // H_kv).
     Causal: query i sees key j ≤ i. A query that sees no key: out 0, lse −inf.
     """
-    chunks = list(_chunks(q.double(), k.double(), v.double(), is_causal, softmax_scale))
-    return torch.cat([out for _, out, _ in chunks], 1), torch.cat([lse for _, _, lse in chunks], 2)
+    numbers = _in_chunks(q, k, v, None, is_causal, softmax_scale)
+    return numbers["out"], numbers["lse"]
 
 
 def oracle_with_grads(
@@ -37,39 +37,60 @@ def oracle_with_grads(
     softmax_scale: float | None = None,
 ) -> Numbers:
     """out and lse as oracle(), and the gradients of (out * grad_out).sum() by autograd."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    outs, lses = [], []
-    for begin, out, lse in _chunks(*leaves, is_causal, softmax_scale):
-        (out * grad_out[:, begin : begin + out.size(1)].double()).sum().backward()
-        outs.append(out.detach())
-        lses.append(lse.detach())
-    dq, dk, dv = (torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
-    return {"out": torch.cat(outs, 1), "lse": torch.cat(lses, 2), "dq": dq, "dk": dk, "dv": dv}
+    return _in_chunks(q, k, v, grad_out, is_causal, softmax_scale)
 
 
-def _chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, softmax_scale: float | None
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(first row, out, lse) of runs of query rows."""
-    batch, seq_len, heads, head_dim = q.shape
-    kv_len, per_group = k.size(1), heads // k.size(2)
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    is_causal: bool,
+    softmax_scale: float | None,
+) -> Numbers:
+    """A loop over query rows and over KV heads, each KV head with the queries that read it: what fits in a cache."""
+    (batch, seq_len, heads, head_dim), (kv_len, kv_heads, v_dim) = q.shape, v.shape[1:]
+    per_kv = heads // kv_heads
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    rows = max(1, _CHUNK // max(1, batch * heads * kv_len))
-    for begin in range(0, max(1, seq_len), rows):
-        part = q[:, begin : begin + rows]
-        seen = min(kv_len, begin + rows) if is_causal else kv_len  # the keys that some row of the chunk sees
-        keys = k[:, :seen].repeat_interleave(per_group, 2)
-        values = v[:, :seen].repeat_interleave(per_group, 2)
-        if seen == 0:
-            out = q.new_zeros(batch, part.size(1), heads, v.size(3)) + 0.0 * part.sum()
-            yield begin, out, q.new_full((batch, heads, part.size(1)), -math.inf)
-            continue
-        scores = torch.einsum("bqhd,bkhd->bhqk", part, keys) * scale
+
+    def by_query(x: torch.Tensor) -> torch.Tensor:  # [B, S, H, ·] → [B · H_kv, H / H_kv, S, ·]
+        return x.detach().double().transpose(1, 2).reshape(batch * kv_heads, per_kv, seq_len, x.size(3))
+
+    def by_key(x: torch.Tensor) -> torch.Tensor:  # [B, S_kv, H_kv, ·] → [B · H_kv, S_kv, ·]
+        return x.detach().double().transpose(1, 2).reshape(batch * kv_heads, kv_len, x.size(3))
+
+    queries, keys, values = by_query(q), by_key(k), by_key(v)
+    grads = None if grad_out is None else by_query(grad_out)
+    out = queries.new_zeros(batch * kv_heads, per_kv, seq_len, v_dim)
+    lse = queries.new_full((batch * kv_heads, per_kv, seq_len), -math.inf)
+    dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+
+    step = min(max(1, seq_len), max(64, _CHUNK // max(1, per_kv * kv_len)))
+    together = max(1, _CHUNK // max(1, per_kv * step * kv_len))
+    corners = itertools.product(range(0, batch * kv_heads, together), range(0, seq_len, step))
+    for head, row in corners if kv_len > 0 else ():
+        n, rows = slice(head, head + together), slice(row, min(seq_len, row + step))
+        seen = slice(0, min(kv_len, rows.stop) if is_causal else kv_len)  # the keys that some row of the chunk sees
+        part = [x.requires_grad_(grads is not None) for x in (queries[n, :, rows], keys[n, seen], values[n, seen])]
+        scores = (part[0].flatten(1, 2) @ part[1].transpose(1, 2)).unflatten(1, (per_kv, -1)) * scale
         if is_causal:
-            positions = torch.arange(begin, begin + part.size(1)).unsqueeze(1)
-            scores = scores.masked_fill(torch.arange(seen) > positions, -math.inf)
-        lse = torch.logsumexp(scores, -1)
-        yield begin, torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), values), lse
+            below = torch.arange(seen.stop) <= torch.arange(rows.start, rows.stop).unsqueeze(1)
+            scores = scores.masked_fill(~below, -math.inf)
+        attended = (scores.softmax(-1).flatten(1, 2) @ part[2]).unflatten(1, (per_kv, -1))
+        out[n, :, rows], lse[n, :, rows] = attended.detach(), scores.detach().logsumexp(-1)
+        if grads is not None:
+            gradients = torch.autograd.grad(attended, part, grads[n, :, rows])
+            for total, gradient in zip((dq[n, :, rows], dk[n, seen], dv[n, seen]), gradients, strict=True):
+                total += gradient
+
+    def tokens(x: torch.Tensor, num_heads: int, length: int) -> torch.Tensor:
+        return x.reshape(batch, num_heads, length, x.size(-1)).transpose(1, 2)
+
+    numbers = {"out": tokens(out, heads, seq_len), "lse": lse.reshape(batch, heads, seq_len)}
+    if grads is not None:
+        numbers["dq"] = tokens(dq, heads, seq_len)
+        numbers.update(dk=tokens(dk, kv_heads, kv_len), dv=tokens(dv, kv_heads, kv_len))
+    return numbers
 
 
 def single_process(
@@ -80,15 +101,17 @@ def single_process(
     is_causal: bool = False,
     softmax_scale: float | None = None,
 ) -> Numbers:
-    """torch's own fused attention on one process, in the dtype of the inputs: out, and dq, dk, dv with a grad_out."""
+    """torch's own fused CPU kernel on one process, in the dtype of the inputs, D_v = D: out, lse, and with a grad_out
+    dq, dk, dv."""
     leaves = [x.detach().clone().requires_grad_(grad_out is not None) for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in leaves), is_causal=is_causal, scale=softmax_scale, enable_gqa=True
-    ).transpose(1, 2)
-    if grad_out is None:
-        return {"out": out}
-    dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
-    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in leaves), is_causal=is_causal, scale=softmax_scale
+    )
+    numbers = {"out": out.detach().transpose(1, 2), "lse": lse.detach()}
+    if grad_out is not None:
+        grads = torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))
+        numbers.update(zip(("dq", "dk", "dv"), grads, strict=True))
+    return numbers
 
 
 def max_error(got: torch.Tensor, reference: torch.Tensor) -> float:
@@ -97,7 +120,7 @@ def max_error(got: torch.Tensor, reference: torch.Tensor) -> float:
         return math.inf
     got, reference = got.double(), reference.double()
     difference = (got - reference).abs().masked_fill(got == reference, 0.0)
-    return float(difference.nan_to_num(math.inf).max()) if difference.numel() else 0.0
+    return float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max()) if difference.numel() else 0.0
 
 
 def tolerance(dtype: torch.dtype, reference: torch.Tensor, single: torch.Tensor | None = None) -> float:

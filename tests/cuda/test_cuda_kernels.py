@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from oracle import oracle
+from oracle import oracle_with_grads
 from ulysses_attention import SequenceLayout, ulysses_attention
 from ulysses_attention.launch import run_processes
 
@@ -19,13 +19,12 @@ def errors(rank: int, group: Any, kernel: str, dtype: torch.dtype, kv_heads: int
     layout = SequenceLayout(257, group.size())
     whole = [torch.randn(2, 257, h, 64, dtype=torch.float64) for h in (8, kv_heads, kv_heads)]
     grad_out = torch.randn(2, 257, 8, 64, dtype=torch.float64)
-    exact = [x.to(dtype).double().requires_grad_() for x in whole]
-    out, _ = oracle(*exact, is_causal=is_causal)
-    out.backward(grad_out.to(dtype).double())
+    exact = oracle_with_grads(*(x.to(dtype) for x in whole), grad_out.to(dtype), is_causal=is_causal)
     local = [layout.shard(x.to(dtype), rank).cuda().requires_grad_() for x in whole]
     got = ulysses_attention(*local, group, layout=layout, is_causal=is_causal, kernel=kernel)
     got.backward(layout.shard(grad_out.to(dtype), rank).cuda())
-    pairs = [(got.detach(), out.detach()), *((x.grad, y.grad) for x, y in zip(local, exact, strict=True))]
+    found = [got.detach(), *(x.grad for x in local)]
+    pairs = zip(found, (exact[name] for name in ("out", "dq", "dk", "dv")), strict=True)
     rows = layout.lengths[rank]
     return [
         ((a[:, :rows].cpu().double() - layout.shard(b, rank)[:, :rows]).abs().max() / b.abs().max()).item()

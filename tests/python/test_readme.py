@@ -80,7 +80,7 @@ def test_every_shell_command_is_run_by_a_test_here() -> None:
 
 
 def test_check_command_names_a_length_that_works() -> None:
-    command = "check --seq-len 3000 --cp-size 4 --heads 30 --kv-heads 6".split()
+    command = ["check", "--seq-len", "3000", "--cp-size", "4", "--heads", "30", "--kv-heads", "6"]
     text = run(sys.executable, "-m", "ulysses_attention.cli", *command)
     assert text.startswith("exit 1") and "[CP011]" in text and "3008" in text
     assert run("ulysses-check", *command[1:]).splitlines()[1:] == text.splitlines()[1:]

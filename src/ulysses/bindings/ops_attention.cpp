@@ -90,7 +90,8 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const Saved& saved,
   const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
   const strategy::LocalWork work = strategy.local_work(plan);
   kernels::KernelOutput local = saved.local;
-  local.out = strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : saved.out.narrow(1, 0, plan.length());
+  local.out =
+      strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : saved.out.narrow(1, 0, plan.length());
 
   const at::Tensor grad_local = strategy.restore_backward(plan, grad_out, group);
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);

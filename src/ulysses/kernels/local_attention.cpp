@@ -48,10 +48,24 @@ bool shares_keys(const std::vector<Block>& blocks) {
   return false;
 }
 
-}  // namespace
+// q · factor with a positive scale in place of q with any.
+struct PositiveScale {
+  at::Tensor q;
+  LocalAttentionOptions options;
+  double factor = 1.0;
+};
 
-KernelOutput local_attention(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const LocalAttentionOptions& options) {
+// Torch's fused ops mask causal scores with −inf before they multiply by the scale, which a negative scale turns into
+// +inf and a zero into NaN. So the sign (or the zero) moves to q; dq takes the same factor back.
+PositiveScale with_positive_scale(const at::Tensor& q, LocalAttentionOptions options) {
+  if (options.softmax_scale > 0.0) return {q, options};
+  const double factor = options.softmax_scale < 0.0 ? -1.0 : 0.0;
+  options.softmax_scale = options.softmax_scale < 0.0 ? -options.softmax_scale : 1.0;
+  return {q.mul(factor), options, factor};
+}
+
+KernelOutput run_forward(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const LocalAttentionOptions& options) {
   const Plan plan = plan_of(q, k, options);
   if (plan.is_one_call()) {
     KernelOutput result = run_block(kernel, q, k, v, plan, plan.blocks[0], options);
@@ -71,9 +85,9 @@ KernelOutput local_attention(const Kernel& kernel, const at::Tensor& q, const at
   return {total.out.to(q.scalar_type()), total.lse};
 }
 
-KernelGrads local_attention_backward(const Kernel& kernel, const at::Tensor& grad_out, const at::Tensor& q,
-                                     const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-                                     const at::Tensor& lse, const LocalAttentionOptions& options) {
+KernelGrads run_backward(const Kernel& kernel, const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
+                         const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                         const LocalAttentionOptions& options) {
   const Plan plan = plan_of(q, k, options);
   if (plan.blocks.empty()) return zero_grads(q, k, v);
 
@@ -96,6 +110,23 @@ KernelGrads local_attention_backward(const Kernel& kernel, const at::Tensor& gra
     rows(dv, 1, block.kv, plan.kv).add_(partial.dv);
   }
   return {dq.to(q.scalar_type()), dk.to(k.scalar_type()), dv.to(v.scalar_type())};
+}
+
+}  // namespace
+
+KernelOutput local_attention(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const LocalAttentionOptions& options) {
+  const PositiveScale positive = with_positive_scale(q, options);
+  return run_forward(kernel, positive.q, k, v, positive.options);
+}
+
+KernelGrads local_attention_backward(const Kernel& kernel, const at::Tensor& grad_out, const at::Tensor& q,
+                                     const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                                     const at::Tensor& lse, const LocalAttentionOptions& options) {
+  const PositiveScale positive = with_positive_scale(q, options);
+  KernelGrads grads = run_backward(kernel, grad_out, positive.q, k, v, out, lse, positive.options);
+  if (positive.factor != 1.0) grads.dq = grads.dq.mul(positive.factor);
+  return grads;
 }
 
 }  // namespace ulysses::kernels
