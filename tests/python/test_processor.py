@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +20,6 @@ from ulysses_attention import (
     run_ranks,
     unregister_backend,
 )
-from ulysses_attention.processor import CallableProcessor
 
 WORLD = 2
 STRATEGIES = ("ulysses", "allgather_kv")
@@ -373,62 +367,3 @@ def test_gate_fails_a_local_kv_backend() -> None:
     assert _largest_error(LocalKv, world=1, strategy="allgather_kv") < TOLERANCE  # right where there is one rank only
     for world in (2, 4):
         assert _largest_error(LocalKv, world, strategy="allgather_kv") > 100 * TOLERANCE
-
-
-def unregistered_backends(
-    base: type, homes: Iterable[str], registered: Iterable[Any], exempt: frozenset[type] = frozenset()
-) -> list[str]:
-    """Subclasses of base, at any depth, that a module below one of `homes` defines and nothing registers."""
-    classes = {type(backend) for backend in registered} | exempt
-
-    def below(parent: type) -> Iterator[type]:
-        for child in parent.__subclasses__():
-            yield child
-            yield from below(child)
-
-    return sorted(
-        f"{found.__module__}.{found.__qualname__}"
-        for found in set(below(base))
-        if any(found.__module__ == home or found.__module__.startswith(home + ".") for home in homes)
-        and found not in classes
-    )
-
-
-def _import_everything() -> list[str]:
-    """Import every module of the package and every example; their names."""
-    found = pkgutil.walk_packages(ulysses_attention.__path__, "ulysses_attention.")
-    names = [info.name for info in found if not info.name.endswith(("._C", ".libulysses", ".__main__"))]
-    for name in names:
-        importlib.import_module(name)
-    examples = Path(__file__).resolve().parents[2] / "examples"
-    for path in sorted(examples.glob("*.py")):
-        name = f"examples_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-        names.append(name)
-    return ["ulysses_attention", *names]
-
-
-def test_every_subclass_in_package_and_examples_is_registered() -> None:
-    before = set(backends())
-    homes = _import_everything()  # examples register their backends
-    registered = backends()
-    for name in set(registered) - before:
-        unregister_backend(name)
-    internal = frozenset({UlyssesAttentionProcessor, CallableProcessor})  # CallableProcessor: the kernel= of one call
-    root = ulysses_attention._C.UlyssesAttentionProcessor
-    assert unregistered_backends(root, homes, registered.values(), internal) == []
-    assert {"examples_diffusers_flux", "ulysses_attention.processor"} <= set(homes)
-
-
-def test_the_scan_finds_a_planted_subclass_at_any_depth() -> None:
-    class Planted(Einsum):
-        pass
-
-    Planted.__module__ = "ulysses_attention.planted"
-    scan = lambda *registered: unregistered_backends(UlyssesAttentionProcessor, ["ulysses_attention"], registered,  # noqa: E731
-                                                     frozenset({CallableProcessor}))  # fmt: skip
-    assert [name.rsplit(".", 1)[1] for name in scan()] == ["Planted"]
-    assert scan(Planted()) == []
