@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
 Numbers = dict[str, torch.Tensor]  # out, lse, dq, dk, dv
 
 _CHUNK = 1 << 18  # scores held at a time: 2 MiB
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """On a busy machine, torch's threads wait for each other longer than these small products take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def oracle(
@@ -40,6 +53,7 @@ def oracle_with_grads(
     return _in_chunks(q, k, v, grad_out, is_causal, softmax_scale)
 
 
+@_one_thread()
 def _in_chunks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,16 +86,19 @@ def _in_chunks(
         n, rows = slice(head, head + together), slice(row, min(seq_len, row + step))
         seen = slice(0, min(kv_len, rows.stop) if is_causal else kv_len)  # the keys that some row of the chunk sees
         part = [x.requires_grad_(grads is not None) for x in (queries[n, :, rows], keys[n, seen], values[n, seen])]
-        scores = (part[0].flatten(1, 2) @ part[1].transpose(1, 2)).unflatten(1, (per_kv, -1)) * scale
+        scores = (part[0].flatten(1, 2) @ part[1].transpose(1, 2)).unflatten(1, (per_kv, -1)).mul_(scale)
         if is_causal:
             below = torch.arange(seen.stop) <= torch.arange(rows.start, rows.stop).unsqueeze(1)
-            scores = scores.masked_fill(~below, -math.inf)
-        attended = (scores.softmax(-1).flatten(1, 2) @ part[2]).unflatten(1, (per_kv, -1))
-        out[n, :, rows], lse[n, :, rows] = attended.detach(), scores.detach().logsumexp(-1)
+            scores.masked_fill_(~below, -math.inf)
+        peak = scores.detach().amax(-1, keepdim=True)
+        weights = scores.sub_(peak).exp_()  # in place: at 32760 keys, fresh memory costs more than the arithmetic
+        total = weights.sum(-1, keepdim=True)
+        attended = (weights.flatten(1, 2) @ part[2]).unflatten(1, (per_kv, -1)) / total
+        out[n, :, rows], lse[n, :, rows] = attended.detach(), (peak + total.log()).detach().squeeze(-1)
         if grads is not None:
             gradients = torch.autograd.grad(attended, part, grads[n, :, rows])
-            for total, gradient in zip((dq[n, :, rows], dk[n, seen], dv[n, seen]), gradients, strict=True):
-                total += gradient
+            for sums, gradient in zip((dq[n, :, rows], dk[n, seen], dv[n, seen]), gradients, strict=True):
+                sums += gradient
 
     def tokens(x: torch.Tensor, num_heads: int, length: int) -> torch.Tensor:
         return x.reshape(batch, num_heads, length, x.size(-1)).transpose(1, 2)
