@@ -144,7 +144,7 @@ TEST(Processor, AWrongShapeOrDtypeFromAttendIsRefusedCP052) {
        [](KernelOutput r) {
          return KernelOutput{r.out.flatten(2), r.lse};
        }},
-      {"Double",
+      {"out float64",
        [](KernelOutput r) {
          return KernelOutput{r.out.to(at::kDouble), r.lse};
        }},

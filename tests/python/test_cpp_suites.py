@@ -1,10 +1,14 @@
-"""Runs the C++ test programs: one item per suite in the dev build, one per program in the sanitizer builds."""
+"""The C++ test programs: one item per suite in the dev build, one per program in the sanitizer builds."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,26 +33,47 @@ def suites(name: str) -> list[str]:
     return [line.split()[0].rstrip(".") for line in listing.splitlines() if line.split("#")[0].rstrip().endswith(".")]
 
 
-def run(path: Path, *arguments: str, **environment: str) -> None:
-    """Runs a test program; its output is the message when it fails or when it ran nothing."""
+def run(path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a test program. One intra-op thread: the ranks are threads, and threads of threads only wait."""
     assert path.exists(), f"{path} is missing: run `make test`"
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, env=os.environ | environment)
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([str(word) for word in (path, *arguments)], capture_output=True, text=True, env=env)
+
+
+def assert_passed(done: subprocess.CompletedProcess[str]) -> None:
+    """The program passed and ran something; else its output is the message."""
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert "[  PASSED  ]" in done.stdout and "[  PASSED  ] 0 tests" not in done.stdout, done.stdout[-2000:]
 
 
+@functools.cache
+def results(name: str) -> dict[str, dict[str, Any]]:
+    """What each suite of a dev program reported; the program runs once, because loading torch takes a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        done = run(program_path("dev", name), f"--gtest_output=json:{report}")
+        assert report.exists(), f"{name} died, exit {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+        return {suite["name"]: suite for suite in json.loads(report.read_text())["testsuites"]}
+
+
 @pytest.mark.parametrize(("program", "suite"), [(name, suite) for name in DEV_PROGRAMS for suite in suites(name)])
 def test_cpp_suite(program: str, suite: str) -> None:
-    run(program_path("dev", program), f"--gtest_filter={suite}.*")
+    found = results(program)[suite]
+    failures = [
+        f"{test['name']}: {failure['failure']}" for test in found["testsuite"] for failure in test.get("failures", [])
+    ]
+    assert failures == []
+    assert found["tests"] > 0 and all(test["result"] == "COMPLETED" for test in found["testsuite"])
 
 
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("preset", ["asan", "tsan"])
 def test_cpp_suite_is_clean_under(preset: str) -> None:
-    run(
+    done = run(
         program_path(preset, "ulysses_tests"),
         ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1",
         UBSAN_OPTIONS="print_stacktrace=1",
         TSAN_OPTIONS="second_deadlock_stack=1",
     )
+    assert_passed(done)
