@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ulysses_attention as ua
-from cells import STRATEGIES, Cell, assert_right, inputs, run_cells
+from cells import STRATEGIES, Cell, inputs, run_cells
 from oracle import Numbers, max_error, tolerance
 from ulysses_attention.launch import ProcessRanks
 
@@ -88,7 +88,6 @@ def test_both_strategies_give_the_same_numbers() -> None:
     for strategy in STRATEGIES:
         mine = [dataclasses.replace(cell, strategy=strategy) for cell in cells]
         results[strategy] = _on_threads(3, mine)
-        assert_right(mine, results[strategy])
     for index, cell in enumerate(cells):
         for name in ("out", "lse", "dq", "dk", "dv"):
             one, other = (_join(cell, [part[index] for part in results[s]], name) for s in STRATEGIES)
