@@ -163,7 +163,7 @@ process group, on the first use of each signature. `"always"` compares on every 
 
 - What "auto" cannot see over a process group: a rank that later leaves the agreed signature. With other sizes Gloo
   kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
-  numbers may be wrong. Rerun with `agreement="always"`.
+  numbers may be wrong. Rerun with `agreement="always"`, or with `ULYSSES_AGREEMENT=always` in the environment.
 - A wrong `cp_group` of the right size is noticed only through a layout with `cp_rank` set (CP015 on every rank). Without
   it that cannot be seen.
 - Under CUDA graph capture no agreement runs, and a new signature there is an error.
