@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ulysses_attention import _C
 from ulysses_attention._request import make_request, resolve_group
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
-from ulysses_attention.processor import KERNEL_BACKEND, CallableProcessor, backends
+from ulysses_attention.processor import KERNEL_BACKEND, CallableProcessor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,6 +69,7 @@ def ulysses_attention(
     """
     group, mesh_2d = resolve_group(cp_group)
     name = KERNEL_BACKEND if policy is None else policy.backend_name
+    backend = None if name == KERNEL_BACKEND else _C.find_backend(name)  # registered from Python or from C++
     is_function = callable(kernel) and name == KERNEL_BACKEND  # other backends attend by their own code: CP031
     request = make_request(
         mesh_2d=mesh_2d,
@@ -97,8 +99,8 @@ def ulysses_attention(
     )
     if is_function:
         out, lse = CallableProcessor(cast("Callable[..., Any]", kernel))._forward(q, k, v, group, *request)
-    elif name != KERNEL_BACKEND and name in backends():
-        out, lse = backends()[name]._forward(q, k, v, group, *request)
+    elif backend is not None:
+        out, lse = backend._forward(q, k, v, group, *request)
     else:
         out, lse = torch.ops.ulysses.attention(q, k, v, group.group_name, group.size(), group.rank(), *request)
     return (out, lse) if return_lse else out

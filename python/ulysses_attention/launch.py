@@ -74,7 +74,7 @@ class ProcessRanks:
 
     def __init__(self, world: int, *, backend: str = "gloo", timeout_s: float = 120.0) -> None:
         if world < 1:
-            raise ValueError(f"world={world}: at least one rank is needed. Fix: world=1 or more")
+            raise ValueError(f"[ProcessRanks] world={world} is not positive. Fix: world=1 or more. [CP006]")
         self.world = world
         self.backend = backend
         self.timeout_s = timeout_s

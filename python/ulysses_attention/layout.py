@@ -108,7 +108,10 @@ class SequenceLayout:
         Errors: ValueError if x_local has another length, or grad is neither word.
         """
         if grad not in ("sum", "slice"):
-            raise ValueError(f'[SequenceLayout.gather] grad={grad!r}. Fix: grad="sum" or grad="slice". [CP033]')
+            raise ValueError(
+                f"[SequenceLayout.gather] grad={grad!r} is unknown. Known: sum, slice. "
+                f'Fix: grad="sum" or grad="slice". [CP033]'
+            )
         rank = group.rank()
         if group.size() != self.cp_size:
             raise ValueError(

@@ -35,9 +35,6 @@ class UlyssesAttentionProcessor(_C.UlyssesAttentionProcessor):
     #: that do not start at position 0) and "need_lse". A field that a caller sets and this does not name is refused.
     supports: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> AttendResult:
         """Local attention over complete keys and values; any differentiable code.
 

@@ -54,6 +54,14 @@ TEST(CheckReport, ListsAllProblemsAtOnce) {
   EXPECT_FALSE(result.has("Who holds what"));
 }
 
+TEST(CheckReport, AStrategyIsNoBackendCP001) {
+  CheckRequest request{.seq_len = 3008, .cp_size = 4};
+  request.policy.backend_name = "allgather_kv";
+  const Report result = report(request);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(result.has("Known: ulysses. Fix: backend_name=\"ulysses\". [CP001]")) << result.text;
+}
+
 TEST(CheckReport, UnevenModeTakesTheLengthAsItIs) {
   CheckRequest request{.seq_len = 3001, .cp_size = 4};
   request.policy.require_seq_divisible = false;

@@ -201,11 +201,10 @@ TEST(CompareFingerprints, ACommonFailureNeedsNoRank) {
   EXPECT_EQ(compare_fingerprints({failed, "op=x\n", failed})[0].what.rfind("ranks 0, 2: a", 0), 0u);
 }
 
-TEST(CompareFingerprints, AThrownErrorKeepsIdKindAndText) {
+TEST(CompareFingerprints, AFailedRankKeepsIdKindAndText) {
   const base::Problem problem{
       .id = "CP032", .kind = base::ErrorKind::kUnsupported, .what = "no kernel", .rule = "", .fix = "x"};
-  const std::string failed = failed_fingerprint(base::Error({problem}, "op"));
-  const auto problems = compare_fingerprints({"op=x\n", failed});
+  const auto problems = compare_fingerprints({"op=x\n", failed_fingerprint({problem})});
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_EQ(base::format(problems[0], "op"), "[op] rank 1: no kernel. Fix: x. [CP032]");
   EXPECT_EQ(problems[0].kind, base::ErrorKind::kUnsupported);

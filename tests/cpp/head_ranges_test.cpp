@@ -78,7 +78,7 @@ TEST(HeadRanges, OverlapMeansThatAKvHeadIsHeldTwice) {
     for (const Range& kv : ranges.kv) {
       for (int64_t head = kv.begin; head < kv.end; ++head) ++holders[static_cast<size_t>(head)];
     }
-    EXPECT_EQ(ranges.kv_overlaps(), *std::max_element(holders.begin(), holders.end()) > 1);
+    EXPECT_EQ(overlaps(ranges.kv), *std::max_element(holders.begin(), holders.end()) > 1);
   });
 }
 
@@ -115,8 +115,8 @@ TEST(HeadRanges, KnownCuts) {
   EXPECT_EQ(sizes(head_ranges(8, 1, 2).query), (std::vector<int64_t>{4, 4}));
   EXPECT_EQ(head_ranges(8, 1, 2).kv, (std::vector<Range>{{0, 1}, {0, 1}}));
   EXPECT_EQ(sizes(head_ranges(2, 1, 4).query), (std::vector<int64_t>{1, 1, 0, 0}));
-  EXPECT_FALSE(head_ranges(8, 4, 4).kv_overlaps());
-  EXPECT_TRUE(head_ranges(8, 2, 4).kv_overlaps());
+  EXPECT_FALSE(overlaps(head_ranges(8, 4, 4).kv));
+  EXPECT_TRUE(overlaps(head_ranges(8, 2, 4).kv));
 }
 
 TEST(HeadRanges, BorderCutWhereLongerRanksFirstWouldTear) {

@@ -81,6 +81,18 @@ def test_backend_name_selects_the_backend() -> None:
     assert max_error(out, 2 * oracle(*inputs)[0]) < 1e-5
 
 
+def test_backend_name_selects_a_backend_that_c_plus_plus_registered() -> None:
+    q = torch.randn(1, 8, 4, 8)
+    policy = UlyssesContextParallelPolicy(backend_name="doubled")
+    instance = _Doubled()
+    _C.register_backend("doubled", instance)  # as a C++ library of the same process does: Python's list lacks it
+    try:
+        (out,) = run_ranks(lambda rank, group: ulysses_attention(q, q, q, group, policy=policy), 1)
+    finally:
+        _C.unregister_backend("doubled")
+    assert max_error(out, 2 * oracle(q, q, q)[0]) < 1e-5
+
+
 def test_backend_name_unknown_is_refused_with_the_known_names() -> None:
     def call(rank: int) -> Any:
         return arguments(backend_name="ulyses")

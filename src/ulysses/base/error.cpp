@@ -54,9 +54,6 @@ Error::Error(std::vector<Problem> problems, std::string_view op, int64_t cp_rank
   message_ = join(lines, "\n");
 }
 
-Error::Error(std::string id, ErrorKind kind, std::string message)
-    : id_(std::move(id)), kind_(kind), message_(std::move(message)) {}
-
 void raise_if_any(std::vector<Problem> problems, std::string_view op, int64_t cp_rank, int64_t cp_size) {
   if (!problems.empty()) throw Error(std::move(problems), op, cp_rank, cp_size);
 }

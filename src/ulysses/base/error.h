@@ -36,8 +36,6 @@ std::string format(const Problem& problem, std::string_view op = "", int64_t cp_
 class Error : public std::exception {
  public:
   Error(std::vector<Problem> problems, std::string_view op, int64_t cp_rank = -1, int64_t cp_size = 0);
-  // For an error received from another rank: the text is already formatted.
-  Error(std::string id, ErrorKind kind, std::string message);
 
   const char* what() const noexcept override { return message_.c_str(); }
   const std::string& id() const { return id_; }  // id of the first problem

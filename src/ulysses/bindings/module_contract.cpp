@@ -2,11 +2,11 @@
 #include <pybind11/stl.h>
 
 #include "ulysses/base/error.h"
-#include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
 #include "ulysses/contract/error_catalogue.h"
 #include "ulysses/contract/guide.h"
 #include "ulysses/contract/options_text.h"
+#include "ulysses/contract/rules.h"
 #include "ulysses/partition/check_report.h"
 #include "ulysses/partition/head_ranges.h"
 #include "ulysses/partition/sequence_layout.h"
@@ -22,15 +22,10 @@ using Lengths = std::pair<std::vector<int64_t>, std::vector<int64_t>>;
 
 Lengths lengths_of(const SequenceLayout& layout) { return {layout.lengths(), layout.padded_lengths()}; }
 
-// Python's integers have no bound; ours do.
 int64_t integer(const py::int_& number) {
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-  if (overflow != 0)
-    throw base::Error(
-        {{"CP007", base::ErrorKind::kInvalidArgument,
-          base::cat(std::string(py::str(number)), " is not a 64-bit integer"), "", "a number between 1 and 2^62"}},
-        "ulysses_attention");
+  if (overflow != 0) throw base::Error({contract::not_64_bit(std::string(py::str(number)))}, "ulysses_attention");
   return value;
 }
 

@@ -9,7 +9,6 @@
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
 #include "ulysses/bindings/ops_call.h"
-#include "ulysses/contract/options_text.h"
 #include "ulysses/kernels/kernel.h"
 #include "ulysses/processors/attention_processor.h"
 #include "ulysses/processors/registry.h"
@@ -33,11 +32,10 @@ kernels::KernelOutput as_output(const py::object& result, std::string_view metho
   } else if (THPVariable_Check(result.ptr())) {
     return {py::cast<at::Tensor>(result), {}};
   }
-  base::raise_if_any({{"CP052", base::ErrorKind::kInvalidArgument,
-                       base::cat(method, "() returned ", std::string(py::str(py::type::of(result)))), "",
-                       "return out, or (out, lse)"}},
-                     method);
-  return {};
+  throw base::Error({{"CP052", base::ErrorKind::kInvalidArgument,
+                      base::cat(method, "() returned ", std::string(py::str(py::type::of(result)))), "",
+                      "return out, or (out, lse)"}},
+                    method);
 }
 
 // The step of the template method that a Python override gets: what to move, and the base class's way of moving it.
@@ -68,10 +66,10 @@ class PyProcessor : public UlyssesAttentionProcessor {
     const auto* base = static_cast<const UlyssesAttentionProcessor*>(this);
     const py::function attend = py::get_override(base, "attend");
     if (!attend)
-      base::raise_if_any({{"CP051", base::ErrorKind::kInvalidArgument,
-                           base::cat(std::string(py::str(py::type::of(py::cast(this)))), " has no attend()"), "",
-                           "define attend(self, q, k, v, call) -> out or (out, lse)"}},
-                         "attend");
+      throw base::Error({{"CP051", base::ErrorKind::kInvalidArgument,
+                          base::cat(std::string(py::str(py::type::of(py::cast(this)))), " has no attend()"), "",
+                          "define attend(self, q, k, v, call) -> out or (out, lse)"}},
+                        "attend");
     return as_output(attend(q, k, v, call), "attend");
   }
 
@@ -147,28 +145,6 @@ class Autocast {
   std::optional<c10::impl::ExcludeDispatchKeyGuard> off_;
 };
 
-contract::AttentionOptions options_of(const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
-                                      const std::vector<int64_t>& kv_lengths,
-                                      const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
-                                      std::optional<double> softmax_scale, bool return_lse, const std::string& config) {
-  contract::AttentionOptions options = contract::options_from_text(config);
-  const auto fill = [](std::optional<contract::LayoutSpec>& layout, const std::vector<int64_t>& real,
-                       const std::vector<int64_t>& padded) {
-    if (real.empty()) {
-      layout.reset();
-    } else {
-      layout->lengths = real;
-      layout->padded_lengths = padded;
-    }
-  };
-  fill(options.layout, lengths, padded_lengths);
-  fill(options.kv_layout, kv_lengths, kv_padded_lengths);
-  options.is_causal = is_causal;
-  options.softmax_scale = softmax_scale;
-  options.return_lse = return_lse;
-  return options;
-}
-
 }  // namespace
 
 void bind_processors(py::module_& module) {
@@ -183,11 +159,18 @@ void bind_processors(py::module_& module) {
              const std::vector<int64_t>& padded_lengths, const std::vector<int64_t>& kv_lengths,
              const std::vector<int64_t>& kv_padded_lengths, bool is_causal, std::optional<double> softmax_scale,
              bool return_lse, const std::string& config) {
+            OpCall call;
+            call.lengths = c10::fromIntArrayRefSlow(lengths);
+            call.padded_lengths = c10::fromIntArrayRefSlow(padded_lengths);
+            call.kv_lengths = c10::fromIntArrayRefSlow(kv_lengths);
+            call.kv_padded_lengths = c10::fromIntArrayRefSlow(kv_padded_lengths);
+            call.is_causal = is_causal;
+            call.softmax_scale = softmax_scale;
+            call.return_lse = return_lse;
+            call.config = config;
             const Autocast autocast(q.device().type());
             const AttentionResult result =
-                processor.forward(autocast(q), autocast(k), autocast(v), exchange::Group(group),
-                                  options_of(lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal,
-                                             softmax_scale, return_lse, config));
+                processor.forward(autocast(q), autocast(k), autocast(v), exchange::Group(group), call.options());
             return std::make_pair(result.out, result.lse);
           },
           py::call_guard<py::gil_scoped_release>());

@@ -47,7 +47,7 @@ bool split_layouts(const at::Tensor& q, const at::Tensor& k, const OpCall& call)
 void refuse_unknown_lengths(const contract::UlyssesContextParallelPolicy& policy, const OpCall& call) {
   if (policy.require_seq_divisible || !call.lengths.empty() || call.cp_size == 1) return;
   // Not of kind kUnsupported: tracing takes a NotImplementedError for an op without shapes and hides the text.
-  base::raise_if_any(
+  throw base::Error(
       {{"CP064", base::ErrorKind::kInvalidArgument,
         "require_seq_divisible=False without a layout exchanges lengths on every call, and a traced graph "
         "needs them beforehand",

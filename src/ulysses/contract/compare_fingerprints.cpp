@@ -241,15 +241,6 @@ std::string failed_fingerprint(const std::vector<Problem>& problems) {
   return fingerprint_text(fields);
 }
 
-std::string failed_fingerprint(const base::Error& error) {
-  // The op and the id are added again where the problem is raised.
-  std::string what = error.what();
-  if (what.rfind('[', 0) == 0 && what.find("] ") != std::string::npos) what.erase(0, what.find("] ") + 2);
-  const std::string suffix = cat(" [", error.id(), ']');
-  if (what.size() >= suffix.size() && what.ends_with(suffix)) what.resize(what.size() - suffix.size());
-  return failed_fingerprint({{.id = error.id(), .kind = error.kind(), .what = what, .rule = "", .fix = ""}});
-}
-
 std::vector<Problem> compare_fingerprints(const std::vector<std::string>& texts) {
   std::vector<Problem> problems = problems_of_failed_ranks(texts);
   if (!problems.empty()) return problems;

@@ -25,7 +25,6 @@ std::string fingerprint_text(const FingerprintFields& fields);
 // The text of a rank whose own validation failed: it still takes part, so that nobody waits, and every rank learns
 // what is wrong. Starts with "error=".
 std::string failed_fingerprint(const std::vector<base::Problem>& problems);
-std::string failed_fingerprint(const base::Error& error);
 
 // Compares the texts of all ranks, in rank order; every rank computes the same answer. Empty if all agree. Else
 //   the problems of ranks that failed, under their own ids and naming the ranks unless all of them failed alike;
@@ -33,7 +32,7 @@ std::string failed_fingerprint(const base::Error& error);
 //   or CP060 for each field that differs: the ranks, the field and every value.
 std::vector<base::Problem> compare_fingerprints(const std::vector<std::string>& texts);
 
-// FNV-1a, 64 bits.
+// FNV-1a, 64 bits: equal for equal texts on every rank, whatever it was compiled with.
 uint64_t fingerprint_hash(std::string_view text);
 
 }  // namespace ulysses::contract

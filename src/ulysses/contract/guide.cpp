@@ -158,12 +158,12 @@ constexpr std::string_view kAgreement = R"(
 ## What agreement cannot see
 
 Before data moves the ranks compare a fingerprint of the call: op, options, dtype, shapes, policy, layout, requires_grad and
-each rank's own errors. With `agreement="auto"` this happens on every call where it is free (threads, shared memory) and, over a
+each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads) and, over a
 process group, on the first use of each signature. `"always"` compares on every call over any transport; `"off"` trusts.
 
 - What "auto" cannot see over a process group: a rank that later leaves the agreed signature. With other sizes Gloo
   kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
-  numbers may be wrong. Rerun with `agreement="always"`.
+  numbers may be wrong. Rerun with `agreement="always"`, or with `ULYSSES_AGREEMENT=always` in the environment.
 - A wrong `cp_group` of the right size is noticed only through a layout with `cp_rank` set (CP015 on every rank). Without
   it that cannot be seen.
 - Under CUDA graph capture no agreement runs, and a new signature there is an error.

@@ -15,12 +15,6 @@ using base::ErrorKind;
 using base::join;
 using base::Problem;
 
-CallProblems to_list(std::optional<Problem> problem) {
-  CallProblems problems;
-  if (problem) problems.push_back(*std::move(problem));
-  return problems;
-}
-
 CallProblems backend_rule(const CallFacts& facts) {
   // A caller without a registry leaves the list empty; then the name decides nothing.
   if (facts.spec.known_backends.empty()) return {};
@@ -142,7 +136,7 @@ CallProblems backend_supports_rule(const CallFacts& facts) {
   // Ulysses hands attend() the whole sequence; here a rank's queries start in the middle of it.
   const bool local_queries = spec.strategy == "allgather_kv" && spec.cp_size > 1;
   if (spec.is_causal && local_queries && !declared("q_positions")) refuse("q_positions", "strategy=\"ulysses\"");
-  if (spec.return_lse && !declared("need_lse") && !declared("return_lse")) refuse("need_lse", "return_lse=False");
+  if (spec.return_lse && !declared("need_lse")) refuse("need_lse", "return_lse=False");
   return problems;
 }
 

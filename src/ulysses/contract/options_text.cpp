@@ -7,9 +7,12 @@
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/contract/rules.h"
 
 namespace ulysses::contract {
 namespace {
+
+constexpr std::string_view kOp = "ulysses_attention";
 
 // Layout facts that wait for the lengths, which travel apart.
 struct ParsedOptions {
@@ -27,14 +30,10 @@ std::vector<std::string> split(std::string_view text, char separator) {
   return parts;
 }
 
-// Python's integers have no bound; ours do.
 int64_t to_int64(const std::string& value) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-  if (error != std::errc() || end != value.data() + value.size())
-    throw base::Error({{"CP007", base::ErrorKind::kInvalidArgument, base::cat(value, " is not a 64-bit integer"), "",
-                        "a number between 1 and 2^62"}},
-                      "ulysses_attention");
+  if (error != std::errc() || end != value.data() + value.size()) throw base::Error({not_64_bit(value)}, kOp);
   return number;
 }
 
@@ -97,7 +96,10 @@ ParsedOptions parse(std::string_view text) {
     const size_t equals = std::min(line.find('='), line.size());
     const auto setter = setters().find(std::string_view(line).substr(0, equals));
     if (setter == setters().end())
-      throw base::Error("CP099", base::ErrorKind::kInternal, base::cat("unknown option line \"", line, "\""));
+      throw base::Error(
+          {{"CP099", base::ErrorKind::kInternal, base::cat("unknown option line \"", line, '"'),
+            "The Python and the C++ part of this library do not fit each other", "install both from one source"}},
+          kOp);
     setter->second(parsed, equals < line.size() ? line.substr(equals + 1) : "");
   }
   return parsed;

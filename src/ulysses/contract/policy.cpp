@@ -11,7 +11,6 @@ namespace ulysses::contract {
 namespace {
 
 using base::cat;
-using base::ErrorKind;
 using base::join;
 using base::Problem;
 
@@ -45,25 +44,11 @@ struct ConfigFacts {
 using Problems = std::vector<Problem>;
 using ConfigRule = Problems (*)(const ConfigFacts&);
 
-Problems to_list(std::optional<Problem> problem) {
-  Problems problems;
-  if (problem) problems.push_back(*std::move(problem));
-  return problems;
-}
-
-Problem refused_field(std::string_view id, std::string what, std::string_view rule, std::string fix) {
-  return {.id = std::string(id),
-          .kind = ErrorKind::kInvalidArgument,
-          .what = std::move(what),
-          .rule = std::string(rule),
-          .fix = std::move(fix)};
-}
-
 Problems base_processor_rule(const ConfigFacts& facts) {
   if (facts.policy.base_processor == kBaseProcessor) return {};
-  return {refused_field("CP002", cat("base_processor=\"", facts.policy.base_processor, "\" is not ", kBaseProcessor),
-                        "Every backend inherits the class that enforces this policy",
-                        cat("base_processor=\"", kBaseProcessor, '"'))};
+  return {invalid("CP002", cat("base_processor=\"", facts.policy.base_processor, "\" is not ", kBaseProcessor),
+                  "Every backend inherits the class that enforces this policy",
+                  cat("base_processor=\"", kBaseProcessor, '"'))};
 }
 
 Problems required_checks_rule(const ConfigFacts& facts) {
@@ -80,24 +65,24 @@ Problems required_checks_rule(const ConfigFacts& facts) {
   if (!missing.empty()) faults.push_back("lacks " + join(missing));
   if (!unknown.empty()) faults.push_back("holds the unknown " + join(unknown));
   for (const std::string_view name : kKnownChecks) quoted.push_back(cat('"', name, '"'));
-  return {refused_field("CP003", "required_checks " + join(faults, " and "), cat("Known: ", join(kKnownChecks)),
-                        cat("required_checks=(", join(quoted), ')'))};
+  return {invalid("CP003", "required_checks " + join(faults, " and "), cat("Known: ", join(kKnownChecks)),
+                  cat("required_checks=(", join(quoted), ')'))};
 }
 
 Problems kv_global_rule(const ConfigFacts& facts) {
   if (facts.policy.kv_must_be_global) return {};
-  return {refused_field("CP004", "kv_must_be_global=False is not offered",
-                        "A query that misses other ranks' keys gives wrong numbers without an error",
-                        "kv_must_be_global=True")};
+  return {invalid("CP004", "kv_must_be_global=False is not offered",
+                  "A query that misses other ranks' keys gives wrong numbers without an error",
+                  "kv_must_be_global=True")};
 }
 
 Problems restore_dim_rule(const ConfigFacts& facts) {
   if (facts.policy.output_restore_dim == kSequenceDim) return {};
-  return {refused_field("CP005",
-                        cat("output_restore_dim=", facts.policy.output_restore_dim,
-                            " is not the sequence dimension of qkv_format=\"bshd\""),
-                        "The output is restored on the dimension that was sharded",
-                        cat("output_restore_dim=", kSequenceDim))};
+  return {invalid("CP005",
+                  cat("output_restore_dim=", facts.policy.output_restore_dim,
+                      " is not the sequence dimension of qkv_format=\"bshd\""),
+                  "The output is restored on the dimension that was sharded",
+                  cat("output_restore_dim=", kSequenceDim))};
 }
 
 Problems pad_multiple_rule(const ConfigFacts& facts) {

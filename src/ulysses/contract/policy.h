@@ -57,7 +57,7 @@ struct PolicyField {
 };
 std::span<const PolicyField> policy_fields();
 
-// Names that required_checks must hold, each with the checklist point it enforces.
+// The names that required_checks must hold, no more and no fewer.
 std::span<const std::string_view> known_checks();
 
 }  // namespace ulysses::contract

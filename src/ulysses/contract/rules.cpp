@@ -67,6 +67,24 @@ size_t distance(std::string_view a, std::string_view b) {
 
 }  // namespace
 
+Problem invalid(std::string_view id, std::string what, std::string_view rule, std::string fix) {
+  return {.id = std::string(id),
+          .kind = base::ErrorKind::kInvalidArgument,
+          .what = std::move(what),
+          .rule = std::string(rule),
+          .fix = std::move(fix)};
+}
+
+void add(std::vector<Problem>& problems, std::optional<Problem> problem) {
+  if (problem) problems.push_back(*std::move(problem));
+}
+
+std::vector<Problem> to_list(std::optional<Problem> problem) {
+  std::vector<Problem> problems;
+  add(problems, std::move(problem));
+  return problems;
+}
+
 std::optional<int64_t> checked_multiply(int64_t a, int64_t b) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
@@ -79,6 +97,10 @@ std::optional<int64_t> checked_round_up(int64_t value, int64_t multiple) {
   int64_t rounded = 0;
   if (__builtin_add_overflow(value, multiple - rest, &rounded)) return std::nullopt;
   return rounded;
+}
+
+Problem not_64_bit(std::string_view number) {
+  return invalid("CP007", cat(number, " is not a 64-bit integer"), "", "a number between 1 and 2^62");
 }
 
 std::optional<Problem> check_positive(std::string_view name, int64_t value, std::string_view fix) {

@@ -14,9 +14,21 @@ namespace ulysses::contract {
 
 // Rules that more than one entry point needs; each id has its text in one place. All are pure and safe for any input.
 
+// A problem of kind kInvalidArgument.
+base::Problem invalid(std::string_view id, std::string what, std::string_view rule, std::string fix);
+
+// Adds what a rule found, if anything.
+void add(std::vector<base::Problem>& problems, std::optional<base::Problem> problem);
+
+// What a rule found, as a list of one or none.
+std::vector<base::Problem> to_list(std::optional<base::Problem> problem);
+
 // a * b or the next multiple, or nothing when it does not fit int64. Arguments must be positive.
 std::optional<int64_t> checked_multiply(int64_t a, int64_t b);
 std::optional<int64_t> checked_round_up(int64_t value, int64_t multiple);
+
+// CP007: `number` does not fit int64: Python's integers have no bound, ours do.
+base::Problem not_64_bit(std::string_view number);
 
 // CP006: `name` must be positive. `fix` names a value that works.
 std::optional<base::Problem> check_positive(std::string_view name, int64_t value, std::string_view fix);

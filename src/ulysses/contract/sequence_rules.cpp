@@ -13,18 +13,6 @@ using base::cat;
 using base::join;
 using base::Problem;
 
-void add(CallProblems& problems, std::optional<Problem> problem) {
-  if (problem) problems.push_back(*std::move(problem));
-}
-
-Problem invalid(std::string_view id, std::string what, std::string_view rule, std::string fix) {
-  return {.id = std::string(id),
-          .kind = base::ErrorKind::kInvalidArgument,
-          .what = std::move(what),
-          .rule = std::string(rule),
-          .fix = std::move(fix)};
-}
-
 // Only of a layout that check_layout_lists has passed.
 int64_t total_length(const LayoutSpec& layout) {
   return std::accumulate(layout.lengths.begin(), layout.lengths.end(), int64_t{0});

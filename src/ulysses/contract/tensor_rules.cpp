@@ -26,14 +26,6 @@ std::array<NamedTensor, 3> tensors_of(const AttentionSpec& spec) {
            {"v", "[B, S_local, H_kv, D_v]", spec.v}}};
 }
 
-Problem invalid(std::string_view id, std::string what, std::string_view rule, std::string fix) {
-  return {.id = std::string(id),
-          .kind = base::ErrorKind::kInvalidArgument,
-          .what = std::move(what),
-          .rule = std::string(rule),
-          .fix = std::move(fix)};
-}
-
 CallProblems four_dimensions_rule(const CallFacts& facts) {
   CallProblems problems;
   const std::array<bool, 3> legal = {facts.q_is_4d, facts.k_is_4d, facts.v_is_4d};

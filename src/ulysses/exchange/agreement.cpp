@@ -1,11 +1,12 @@
 #include "ulysses/exchange/agreement.h"
 
 #include <cstdlib>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unordered_set>
+
+#include "ulysses/contract/fingerprint.h"
 
 namespace ulysses::exchange {
 namespace {
@@ -20,13 +21,13 @@ namespace {
 // confused with a later group at the same address.
 class AgreedTexts {
  public:
-  bool contains(const Group& group, size_t hash) {
+  bool contains(const Group& group, uint64_t hash) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Entry* entry = find(group);
     return entry != nullptr && entry->hashes.contains(hash);
   }
 
-  void insert(const Group& group, size_t hash) {
+  void insert(const Group& group, uint64_t hash) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (find(group) == nullptr) {
       std::erase_if(entries_, [](const auto& item) { return item.second.group.expired(); });
@@ -39,7 +40,7 @@ class AgreedTexts {
   using Weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   struct Entry {
     Weak group;
-    std::unordered_set<size_t> hashes;
+    std::unordered_set<uint64_t> hashes;
   };
 
   Entry* find(const Group& group) {
@@ -68,7 +69,7 @@ std::optional<AgreementMode> agreement_mode(std::string_view word) {
 }
 
 Agreement agree(const Group& group, const AgreementRequest& request) {
-  const size_t hash = std::hash<std::string>{}(request.text);
+  const uint64_t hash = contract::fingerprint_hash(request.text);
   const bool first_use_only = request.mode == AgreementMode::kAuto && !group.agreement_is_free();
   const bool known = first_use_only && !request.failed && agreed_texts().contains(group, hash);
   if (!request.numbers_needed && (request.mode == AgreementMode::kOff || known)) return {};

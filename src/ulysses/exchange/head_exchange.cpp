@@ -17,12 +17,6 @@ int64_t row_elements(const std::vector<HeadItem>& items, size_t rank) {
   return elements;
 }
 
-bool overlaps(const std::vector<Range>& ranges) {
-  for (size_t rank = 1; rank < ranges.size(); ++rank)
-    if (!ranges[rank].empty() && ranges[rank].begin < ranges[rank - 1].end) return true;
-  return false;
-}
-
 // Elements sent to, or received from, each rank: tokens(p) · B · row(p).
 std::vector<int64_t> counts_per_rank(size_t ranks, auto&& tokens, auto&& row, int64_t batch) {
   std::vector<int64_t> counts(ranks);
@@ -35,7 +29,7 @@ at::Tensor unpack_item(const HeadItem& item, const std::vector<at::Tensor>& chun
                        int64_t rows) {
   const int64_t head_dim = item.tensor.size(3);
   const int64_t length = chunks.front().size(0);
-  const bool sum = overlaps(*item.heads);
+  const bool sum = partition::overlaps(*item.heads);
   const auto options = item.tensor.options();
   at::Tensor result = at::empty({item.tensor.size(0), rows, item.num_heads, head_dim}, options);
   const at::ScalarType wide = accumulation_type(item.tensor);

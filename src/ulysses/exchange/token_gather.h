@@ -11,7 +11,7 @@ namespace ulysses::exchange {
 
 // Every rank's token rows side by side in rank order.
 // Shapes:  local [lengths[rank], …] contiguous → [Σ lengths, …]
-// Comm:    one all-to-all in list form; bytes per rank = (W − 1) · bytes of local. Lengths may differ.
+// Comm:    one collective, Group::gather_rows; bytes per rank = (W − 1) · bytes of local. Lengths may differ.
 at::Tensor gather_tokens(const at::Tensor& local, const std::vector<int64_t>& lengths, const Group& group);
 
 // The transpose of gather_tokens: each rank's part of the sum over ranks of `partial`, a reduce-scatter in meaning.

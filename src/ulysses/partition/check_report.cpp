@@ -21,17 +21,15 @@ constexpr int64_t kMostRanksPlanned = 1024;
 
 std::vector<base::Problem> all_problems(const CheckRequest& request) {
   std::vector<base::Problem> problems;
-  if (auto problem =
-          contract::check_word("CP001", "backend_name", request.policy.backend_name, request.known_backends)) {
-    problems.push_back(*std::move(problem));
-  }
+  contract::add(problems,
+                contract::check_word("CP001", "backend_name", request.policy.backend_name, request.known_backends));
   for (base::Problem& problem : contract::check_config(request.policy, request.seq_len, request.cp_size)) {
     problems.push_back(std::move(problem));
   }
   if (request.num_heads || request.num_kv_heads) {
     const int64_t heads = request.num_heads.value_or(request.num_kv_heads.value_or(0));
     const int64_t kv_heads = request.num_kv_heads.value_or(heads);
-    if (auto problem = contract::check_head_counts(heads, kv_heads)) problems.push_back(*std::move(problem));
+    contract::add(problems, contract::check_head_counts(heads, kv_heads));
   }
   return problems;
 }

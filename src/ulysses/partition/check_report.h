@@ -16,7 +16,7 @@ struct CheckRequest {
   std::optional<int64_t> num_heads = {};     // absent: no head columns
   std::optional<int64_t> num_kv_heads = {};  // absent: as num_heads
   contract::UlyssesContextParallelPolicy policy = {};
-  std::vector<std::string> known_backends = {"ulysses", "allgather_kv"};
+  std::vector<std::string> known_backends = {"ulysses"};  // registries live above this layer
 };
 
 // All problems with ids and fixes, legal lengths and degrees near by, and a table rank → tokens → rows → heads.

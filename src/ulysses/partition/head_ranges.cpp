@@ -43,18 +43,16 @@ std::vector<int64_t> query_cuts(int64_t num_heads, int64_t g, int64_t degree) {
 
 void check_arguments(int64_t num_heads, int64_t num_kv_heads, int64_t ulysses_degree) {
   std::vector<base::Problem> problems;
-  if (auto problem = contract::check_positive("ulysses_degree", ulysses_degree, "ulysses_degree=1 or more")) {
-    problems.push_back(*std::move(problem));
-  }
-  if (auto problem = contract::check_head_counts(num_heads, num_kv_heads)) problems.push_back(*std::move(problem));
+  contract::add(problems, contract::check_positive("ulysses_degree", ulysses_degree, "ulysses_degree=1 or more"));
+  contract::add(problems, contract::check_head_counts(num_heads, num_kv_heads));
   base::raise_if_any(std::move(problems), "head_ranges");
 }
 
 }  // namespace
 
-bool HeadRanges::kv_overlaps() const {
+bool overlaps(const std::vector<Range>& ranges) {
   int64_t end = 0;
-  for (const Range& range : kv) {
+  for (const Range& range : ranges) {
     if (range.empty()) continue;
     if (range.begin < end) return true;
     end = range.end;

@@ -19,8 +19,10 @@ struct Range {
 struct HeadRanges {
   std::vector<Range> query;
   std::vector<Range> kv;
-  bool kv_overlaps() const;
 };
+
+// Whether any head lies in two of the ranges, which are in ascending order.
+bool overlaps(const std::vector<Range>& ranges);
 
 // The one rule of head sharding: query ranges balanced within one head, cut on group borders where that keeps the
 // balance; kv = [a / g, ceil(b / g)) with g = num_heads / num_kv_heads, empty when a = b.

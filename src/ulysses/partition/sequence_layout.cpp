@@ -18,21 +18,17 @@ using Problems = std::vector<base::Problem>;
 
 constexpr std::string_view kOp = "SequenceLayout";
 
-void add(Problems& problems, std::optional<base::Problem> problem) {
-  if (problem) problems.push_back(*std::move(problem));
-}
-
 // Divisibility is an error only in strict mode; pad mode needs the padded length to fit.
 void check(const UlyssesContextParallelPolicy& policy, int64_t seq_len, int64_t cp_size,
            std::optional<int64_t> cp_rank) {
   const bool strict = policy.sequence_mode() == SequenceMode::kStrict;
   Problems problems = contract::check_policy(policy);
-  add(problems, contract::check_positive("seq_len", seq_len, "seq_len=1 or more"));
-  add(problems, contract::check_positive("cp_size", cp_size, "cp_size=1 or more"));
+  contract::add(problems, contract::check_positive("seq_len", seq_len, "seq_len=1 or more"));
+  contract::add(problems, contract::check_positive("cp_size", cp_size, "cp_size=1 or more"));
   for (base::Problem& problem : contract::check_divisible(policy, "seq_len", seq_len, cp_size, strict)) {
     if (strict || problem.id == "CP007") problems.push_back(std::move(problem));
   }
-  if (cp_rank && cp_size > 0) add(problems, contract::check_rank("cp_rank", *cp_rank, cp_size));
+  if (cp_rank && cp_size > 0) contract::add(problems, contract::check_rank("cp_rank", *cp_rank, cp_size));
   base::raise_if_any(std::move(problems), kOp);
 }
 
@@ -40,15 +36,15 @@ void check(const UlyssesContextParallelPolicy& policy, int64_t seq_len, int64_t 
 
 TokenOrder token_order(std::string_view word) {
   if (word == "contiguous") return TokenOrder::kContiguous;
-  const contract::Capability& cell = contract::capability("ulysses", contract::Feature::kHeadTailOrder);
-  if (word == "head_tail")
-    base::raise_if_any({{std::string(cell.id), base::ErrorKind::kUnsupported, "order=head_tail is not supported yet",
-                         "", "order=\"contiguous\""}},
-                       kOp);
-  base::raise_if_any({{"CP033", base::ErrorKind::kInvalidArgument, base::cat("order=", word, " is unknown"), "",
-                       "order=\"contiguous\""}},
-                     kOp);
-  return TokenOrder::kContiguous;
+  if (word == "head_tail") {
+    const contract::Capability& cell = contract::capability("ulysses", contract::Feature::kHeadTailOrder);
+    throw base::Error({{std::string(cell.id), base::ErrorKind::kUnsupported, "order=head_tail is not offered", "",
+                        "order=\"contiguous\""}},
+                      kOp);
+  }
+  throw base::Error({contract::invalid("CP033", base::cat("order=", word, " is unknown"), "Known: contiguous",
+                                       "order=\"contiguous\"")},
+                    kOp);
 }
 
 SequenceLayout::SequenceLayout(int64_t seq_len, int64_t cp_size, const UlyssesContextParallelPolicy& policy,
@@ -73,9 +69,9 @@ SequenceLayout::SequenceLayout(int64_t seq_len, int64_t cp_size, const UlyssesCo
 
 SequenceLayout SequenceLayout::from_lengths(std::vector<int64_t> lengths, std::optional<int64_t> cp_rank) {
   Problems problems;
-  add(problems, contract::check_shard_lengths("lengths", lengths));
+  contract::add(problems, contract::check_shard_lengths("lengths", lengths));
   const auto ranks = static_cast<int64_t>(lengths.size());
-  if (cp_rank && ranks > 0) add(problems, contract::check_rank("cp_rank", *cp_rank, ranks));
+  if (cp_rank && ranks > 0) contract::add(problems, contract::check_rank("cp_rank", *cp_rank, ranks));
   base::raise_if_any(std::move(problems), kOp);
   SequenceLayout layout;
   layout.padded_lengths_ = lengths;

@@ -26,10 +26,10 @@ at::Tensor shard(const at::Tensor& x, const partition::SequenceLayout& layout, i
   if (dim < 0) dim += x.dim();
   const int64_t seq_len = dim >= 0 && dim < x.dim() ? x.size(dim) : -1;
   if (seq_len != layout.seq_len())
-    base::raise_if_any({{"CP012", base::ErrorKind::kInvalidArgument,
-                         base::cat("x ", x.sizes(), " is not seq_len=", layout.seq_len(), " long in dim=", dim), "",
-                         base::cat("pass the whole sequence of ", layout.seq_len(), " tokens and its dimension")}},
-                       "shard", rank, layout.cp_size());
+    throw base::Error({{"CP012", base::ErrorKind::kInvalidArgument,
+                        base::cat("x ", x.sizes(), " is not seq_len=", layout.seq_len(), " long in dim=", dim), "",
+                        base::cat("pass the whole sequence of ", layout.seq_len(), " tokens and its dimension")}},
+                      "shard", rank, layout.cp_size());
   const int64_t padding = layout.padded_lengths()[static_cast<size_t>(rank)] - tokens.size();
   const at::Tensor rows = x.narrow(dim, tokens.begin, tokens.size());
   if (padding == 0) return rows;

@@ -14,8 +14,9 @@ namespace ulysses::processors {
 // Comm:    every rank of the group must call it, and its backward. ulysses: two collectives forward and two backward
 //          (three where q and k/v are sharded differently); allgather_kv: one and one; one more, small, where ranks
 //          compare or exchange lengths. A group of one: none.
-// Errors:  base::Error with an id of docs/errors.md, the same on every rank: CP001–CP050 (the call), CP052, CP053 (a
-//          backend's own code), CP060, CP062 (the group), CP065 (a second derivative).
+// Errors:  base::Error with an id of docs/errors.md, the same on every rank: CP001–CP050 (the call), CP053 (an
+//          overridden exchange), CP060, CP062 (the group), CP065 (a second derivative), CP066 (graph capture). CP052
+//          (the result of attend() or of an overridden restore) is raised on the rank whose result is wrong.
 AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const exchange::Group& group, const contract::AttentionOptions& options = {});
 

@@ -102,10 +102,10 @@ AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy
 
 void refuse_second_derivative() {
   if (!at::GradMode::is_enabled()) return;
-  base::raise_if_any({{"CP065", base::ErrorKind::kUnsupported,
-                       "a second derivative was asked for (create_graph=True), and backward is not differentiable", "",
-                       "call backward() or autograd.grad() with create_graph=False"}},
-                     "ulysses_attention");
+  throw base::Error({{"CP065", base::ErrorKind::kUnsupported,
+                      "a second derivative was asked for (create_graph=True), and backward is not differentiable", "",
+                      "call backward() or autograd.grad() with create_graph=False"}},
+                    "ulysses_attention");
 }
 
 }  // namespace ulysses::processors

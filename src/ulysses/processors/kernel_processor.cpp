@@ -35,7 +35,7 @@ const Kernel& kernel_for(const Qkv& qkv, const AttendCall& call, bool backward) 
   const Kernel* kernel =
       kernels::select_kernel(call.kernel, need_of(qkv, call, backward), kernels::all_kernels(), &why);
   if (kernel == nullptr)
-    base::raise_if_any({{"CP032", base::ErrorKind::kUnsupported, why, "", "kernel=\"math\""}}, "attend");
+    throw base::Error({{"CP032", base::ErrorKind::kUnsupported, why, "", "kernel=\"math\""}}, "attend");
   return *kernel;
 }
 
@@ -52,7 +52,7 @@ kernels::KernelOutput kernel_forward(const Qkv& qkv, const AttendCall& call, boo
   return kernels::local_attention(kernel_for(qkv, call, backward), qkv.q, qkv.k, qkv.v, local_options(qkv, call));
 }
 
-// A kernel as a differentiable function, for subclasses and callers that compose it with autograd.
+// A kernel as a differentiable function, for callers whose autograd runs through attend().
 struct KernelFunction : torch::autograd::Function<KernelFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& q,
                                                 const at::Tensor& k, const at::Tensor& v, const AttendCall& call) {

@@ -80,7 +80,7 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
   request.failed = failed;
   request.capturing = is_capturing(device);
   const exchange::Agreement agreement = exchange::agree(group, request);
-  if (agreement.impossible) base::raise_if_any({capture_problem()}, spec.op, spec.cp_rank, spec.cp_size);
+  if (agreement.impossible) throw base::Error({capture_problem()}, spec.op, spec.cp_rank, spec.cp_size);
   if (!agreement.texts.empty()) {
     base::raise_if_any(contract::compare_fingerprints(agreement.texts), spec.op, spec.cp_rank, spec.cp_size);
   }

@@ -85,12 +85,12 @@ void check_output(const AttentionPlan& plan, const Qkv& shards, const AttentionR
   const std::vector<int64_t> wanted = {shards.q.size(0), plan.rows, plan.num_heads, plan.v_head_dim};
   const auto dtype = shards.q.scalar_type();
   if (result.out.sizes().vec() == wanted && result.out.scalar_type() == dtype) return;
-  base::raise_if_any({{"CP052", base::ErrorKind::kInvalidArgument,
-                       base::cat("restore() returned out ", dtype_name(result.out.scalar_type()), " ",
-                                 result.out.sizes(), " for q ", shards.q.sizes()),
-                       "The output is restored on the sequence dimension, 1",
-                       base::cat("return out of shape [", base::join(wanted), "] in torch.", dtype_name(dtype))}},
-                     "output_restore_dim", plan.cp_rank, plan.cp_size);
+  throw base::Error({{"CP052", base::ErrorKind::kInvalidArgument,
+                      base::cat("restore() returned out ", dtype_name(result.out.scalar_type()), " ",
+                                result.out.sizes(), " for q ", shards.q.sizes()),
+                      "The output is restored on the sequence dimension, 1",
+                      base::cat("return out of shape [", base::join(wanted), "] in torch.", dtype_name(dtype))}},
+                    "output_restore_dim", plan.cp_rank, plan.cp_size);
 }
 
 }  // namespace ulysses::processors

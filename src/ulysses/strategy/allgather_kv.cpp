@@ -13,7 +13,7 @@ using kernels::KernelOutput;
 
 // The literal recipe: K and V of every rank are gathered in one collective, local queries attend to all of them.
 // Shapes:  buffers.kv [S_global, B, H_kv · (D + D_v)], token rows.
-// Comm:    forward one all-to-all in list form, bytes per rank = (W − 1) · own K/V; backward one all-to-all of the
+// Comm:    forward one gather (Group::gather_rows), bytes per rank = (W − 1) · own K/V; backward one all-to-all of the
 //          partial dK/dV of the other ranks' tokens, summed in rank order: a reduce-scatter in meaning.
 class AllgatherKvStrategy final : public Strategy {
  public:
