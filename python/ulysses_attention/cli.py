@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
     check.add_argument("--cp-size", type=int, required=True, help="ranks of the context-parallel group")
-    check.add_argument("--heads", type=int, required=True, help="query heads")
+    check.add_argument("--heads", type=int, default=None, help="query heads (default: no head columns)")
     check.add_argument("--kv-heads", type=int, default=None, help="key/value heads (default: as --heads)")
     _add_policy_options(check)
 
@@ -67,8 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _check(options: argparse.Namespace) -> int:
     from . import _C
 
-    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
-    text, code = _C.check_report(options.seq_len, options.cp_size, options.heads, kv_heads, _policy(options).text)
+    text, code = _C.check_report(
+        options.seq_len, options.cp_size, options.heads, options.kv_heads, _policy(options).text
+    )
     print(text, end="" if text.endswith("\n") else "\n")
     return int(code)
 

@@ -35,13 +35,6 @@ TEST(Error, CarriesAllProblemsAndTheFirstId) {
   EXPECT_EQ(error.what(), format(kFull, "op") + "\n[op] b. [CP044]");
 }
 
-TEST(Error, FromAnotherRankKeepsItsText) {
-  const Error error("CP020", ErrorKind::kRankMismatch, "[op] text. [CP020]");
-  EXPECT_EQ(error.id(), "CP020");
-  EXPECT_EQ(error.kind(), ErrorKind::kRankMismatch);
-  EXPECT_STREQ(error.what(), "[op] text. [CP020]");
-}
-
 TEST(Error, WithoutAProblemIsOurBug) { EXPECT_EQ(Error({}, "op").kind(), ErrorKind::kInternal); }
 
 TEST(RaiseIfAny, ThrowsOnlyWithAProblem) {

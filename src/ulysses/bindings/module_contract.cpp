@@ -112,18 +112,18 @@ void bind_contract(py::module_& module) {
     const partition::HeadRanges ranges = partition::head_ranges(num_heads, num_kv_heads, degree);
     return std::make_pair(pairs(ranges.query), pairs(ranges.kv));
   });
-  module.def("check_report",
-             [](int64_t seq_len, int64_t cp_size, int64_t num_heads, int64_t num_kv_heads, const std::string& policy) {
-               partition::CheckRequest request;
-               request.seq_len = seq_len;
-               request.cp_size = cp_size;
-               request.num_heads = num_heads;
-               request.num_kv_heads = num_kv_heads;
-               request.policy = policy_from_text(policy);
-               int exit_code = 0;
-               std::string text = partition::check_report(request, &exit_code);
-               return std::make_pair(std::move(text), exit_code);
-             });
+  module.def("check_report", [](int64_t seq_len, int64_t cp_size, std::optional<int64_t> num_heads,
+                                std::optional<int64_t> num_kv_heads, const std::string& policy) {
+    partition::CheckRequest request;
+    request.seq_len = seq_len;
+    request.cp_size = cp_size;
+    request.num_heads = num_heads;
+    request.num_kv_heads = num_kv_heads;
+    request.policy = policy_from_text(policy);
+    int exit_code = 0;
+    std::string text = partition::check_report(request, &exit_code);
+    return std::make_pair(std::move(text), exit_code);
+  });
   bind_guide(module);
   bind_traffic(module);
 }

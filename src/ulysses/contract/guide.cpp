@@ -141,6 +141,8 @@ register_backend("my_backend", MyBackend)
   is set and not declared is refused (CP050) before data moves.
 - Choose it with `UlyssesContextParallelPolicy(backend_name="my_backend")`.
 - Overriding the exchange is possible and explicit; then K/V is proved by content (CP053), not by shape.
+- What `attend()` raises on one rank only, raises there. Thread ranks unblock the others at once, with an error that names the
+  rank; over a process group they wait for its timeout.
 )";
 
 constexpr std::string_view kGradients = R"(
@@ -169,6 +171,11 @@ process group, on the first use of each signature. `"always"` compares on every 
 - Under CUDA graph capture no agreement runs, and a new signature there is an error.
 )";
 
+// Below the table, so that nobody reads it without.
+constexpr std::string_view kProof =
+    "\n\"yes\" is proved on CPU, forward and backward, by the tests. The CUDA kernels are wired up and unproved: "
+    "tests/cuda has not run on a GPU.\n";
+
 }  // namespace
 
 std::string render_capability_table() {
@@ -191,7 +198,7 @@ std::string render_capability_table() {
     }
     text += '\n';
   }
-  return text;
+  return cat(text, kProof);
 }
 
 std::string render_guide(std::string_view recipe_source) {

@@ -32,7 +32,7 @@ at::Tensor unpack_item(const HeadItem& item, const std::vector<at::Tensor>& chun
   const bool sum = partition::overlaps(*item.heads);
   const auto options = item.tensor.options();
   at::Tensor result = at::empty({item.tensor.size(0), rows, item.num_heads, head_dim}, options);
-  const at::ScalarType wide = accumulation_type(item.tensor);
+  const at::ScalarType wide = accumulate_dtype(item.tensor.scalar_type());
   at::Tensor target =
       sum && wide != item.tensor.scalar_type() ? at::empty(result.sizes(), options.dtype(wide)) : result;
   if (sum) target.zero_();

@@ -47,7 +47,7 @@ at::Tensor sum_tokens(const at::Tensor& partial, const std::vector<int64_t>& len
   at::Tensor recv = parts.view({-1});
   group.rows_to_ranks(recv, partial.view({-1}),
                       std::vector<int64_t>(lengths.size(), length * elements_per_token(partial)), send_counts);
-  at::Tensor sum = parts.select(0, 0).to(accumulation_type(partial));
+  at::Tensor sum = parts.select(0, 0).to(accumulate_dtype(partial.scalar_type()));
   for (int64_t rank = 1; rank < ranks; ++rank) sum.add_(parts.select(0, rank));  // parts is ours to write
   return sum.to(partial.scalar_type());
 }

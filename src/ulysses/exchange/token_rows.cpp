@@ -4,9 +4,7 @@
 
 namespace ulysses::exchange {
 
-at::ScalarType accumulation_type(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+at::ScalarType accumulate_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 at::Tensor head_slice(const at::Tensor& rows, int64_t offset, int64_t heads, int64_t head_dim) {
   return rows.narrow(2, offset, heads * head_dim).unflatten(2, {heads, head_dim});

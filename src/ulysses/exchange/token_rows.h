@@ -11,7 +11,7 @@ namespace ulysses::exchange {
 // joining what arrives, are then slices of dim 0.
 
 // float32, or float64 for float64: the type in which partial results of several ranks are summed.
-at::ScalarType accumulation_type(const at::Tensor& tensor);
+at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
 // A [tokens, B, heads, head_dim] view of a range of the last dimension of rows.
 at::Tensor head_slice(const at::Tensor& rows, int64_t offset, int64_t heads, int64_t head_dim);

@@ -37,8 +37,9 @@ Qkv slice(const Qkv& views, const HeadRun& run) {
 KernelOutput nothing(const Qkv& views) {
   KernelOutput output;
   output.out = at::constant_pad_nd(views.q.narrow(3, 0, 0), {0, views.v.size(3)});
-  output.lse = at::full({views.q.size(0), views.q.size(2), views.q.size(1)}, -std::numeric_limits<double>::infinity(),
-                        views.q.options().dtype(exchange::accumulation_type(views.q)).requires_grad(false));
+  output.lse =
+      at::full({views.q.size(0), views.q.size(2), views.q.size(1)}, -std::numeric_limits<double>::infinity(),
+               views.q.options().dtype(exchange::accumulate_dtype(views.q.scalar_type())).requires_grad(false));
   return output;
 }
 
@@ -95,7 +96,7 @@ KernelOutput attend_runs(const LocalWork& work, const Qkv& views, const AttendCa
     check_result(result, qkv, call);
     outs.push_back(std::move(result.out));
     // One dtype on every rank, whatever the backend computes in: ranks without work have no backend to ask.
-    if (result.lse.defined()) lses.push_back(result.lse.to(exchange::accumulation_type(views.q)));
+    if (result.lse.defined()) lses.push_back(result.lse.to(exchange::accumulate_dtype(views.q.scalar_type())));
   }
   if (outs.size() == 1) return {outs[0], lses.empty() ? at::Tensor() : lses[0]};
   return {at::cat(outs, 2), lses.empty() ? at::Tensor() : at::cat(lses, 1)};

@@ -91,6 +91,10 @@ std::vector<std::string> KernelProcessor::supports() const {
 }
 
 std::vector<base::Problem> KernelProcessor::refusals(const AttentionSpec& spec, bool backward) const {
+  if (spec.policy.backend_name != "ulysses")
+    return {{"CP001", base::ErrorKind::kInvalidArgument,
+             base::cat("backend_name=", spec.policy.backend_name, " is not the built-in backend that this op runs"), "",
+             "ulysses_attention(), which asks the registry, or backend_name=\"ulysses\""}};
   if (kernels::find_kernel(spec.kernel) == nullptr && spec.kernel != "auto") return {};  // CP031 has said so
   KernelNeed need;
   need.device = spec.q.device.substr(0, spec.q.device.find(':'));
