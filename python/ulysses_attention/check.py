@@ -27,6 +27,6 @@ def check_attention(
     fn:     any context-parallel attention, of this library or not: q, k, v [B, S_local, H, D] → out like q.
     Returns an AttentionCheck with ok, diagnosis and the largest errors of out, dq, dk and dv against float64; equal on
     every rank. str() of it is the line to print.
-    Comm:   three calls of fn, one backward, and a few small collectives; every rank must call it. Under a second.
+    Comm:   3 or 4 calls of fn, one backward, and a few small collectives; every rank must call it. Under a second.
     """
     return _C.check_attention(fn, resolve_group(group)[0])
