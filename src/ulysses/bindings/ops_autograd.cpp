@@ -85,6 +85,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
 std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                       ULYSSES_CALL_PARAMETERS) {
+  translate_errors([&] { processors::refuse_forward_derivative({q, k, v}); });
   const auto needs = [](const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); };
   const int64_t mask = (needs(q) ? 1 : 0) | (needs(k) ? 2 : 0) | (needs(v) ? 4 : 0);
   if (mask == 0) {

@@ -66,6 +66,7 @@ AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const Group& group
 
 AttentionResult UlyssesAttentionProcessor::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                    const Group& group, const contract::AttentionOptions& options) {
+  refuse_forward_derivative({q, k, v});
   const int64_t mask = (needs_grad(q) ? 1 : 0) | (needs_grad(k) ? 2 : 0) | (needs_grad(v) ? 4 : 0);
   return run({q, k, v}, group, options, mask).result;
 }
