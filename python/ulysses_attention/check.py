@@ -28,7 +28,7 @@ def check_attention(
     Returns an AttentionCheck with ok, diagnosis and the largest errors of out, dq, dk and dv against float64; equal on
     every rank. str() of it is the line to print.
     Dtype:  q, k and v are float32 on the CPU, made here; the group must carry CPU tensors (Gloo, thread ranks).
-    Comm:   three calls of fn, one backward, and a few small collectives; every rank must call it. Under a second.
+    Comm:   three or four calls of fn, one backward, and a few small collectives; every rank must call it. A second.
     Errors: CP063 without a group. What fn raises is not an error but the diagnosis.
     """
     return _C.check_attention(fn, resolve_group(group)[0])

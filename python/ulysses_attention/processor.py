@@ -101,13 +101,18 @@ _registered: dict[str, Any] = {KERNEL_BACKEND: _C.find_backend(KERNEL_BACKEND)}
 def register_backend(name: str, backend: Processor) -> Processor:
     """Make a subclass of UlyssesAttentionProcessor selectable by policy.backend_name; returns the class.
 
-    Errors: CP051 for a class that does not inherit the base class.
+    Errors: CP051 for a class that does not inherit the base class, and for the name of the built-in backend.
     """
     if not (isinstance(backend, type) and issubclass(backend, UlyssesAttentionProcessor)):
         shown = backend.__name__ if isinstance(backend, type) else repr(backend)
         raise ValueError(
             f"[register_backend] {shown} does not inherit UlyssesAttentionProcessor, so nothing enforces the policy. "
             f"Fix: class {shown}(UlyssesAttentionProcessor) with attend(self, q, k, v, call). [CP051]"
+        )
+    if name == KERNEL_BACKEND or name not in name.splitlines():
+        raise ValueError(
+            f"[register_backend] name={name!r} is the built-in backend's, which nothing replaces, or not one line of "
+            f'text. Fix: register_backend("{backend.__name__}", {backend.__name__}). [CP051]'
         )
     instance = backend()
     _C.register_backend(name, instance)

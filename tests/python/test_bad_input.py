@@ -62,6 +62,7 @@ REFUSALS = [
     _bad("CP020", "q has 3 dimensions", "[8, 4, 8]", q=lambda x: x[0]),
     _bad("CP020", "v has 3 dimensions", "[8, 4, 8]", v=lambda x: x[0]),
     _bad("CP020", "k has 5 dimensions", "[1, 1, 8, 4, 8]", fixes=0, k=lambda x: x[None]),
+    _bad("CP020", "q has 0 dimensions", fixes=0, q=lambda x: None),
     _bad("CP021", "q.dtype=int64", "k.dtype=float32", q=lambda x: x.long()),
     _bad("CP021", "q.dtype=float32", "k.dtype=float64", k=lambda x: x.double()),
     _bad("CP021", "v.dtype=bool", v=lambda x: x > 0),

@@ -60,6 +60,11 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
     def last_rank_dropped(q: Any, k: Any, v: Any) -> torch.Tensor:
         return _attend(q, gather(k)[:, :-ROWS], gather(v)[:, :-ROWS])
 
+    def batch_mixed(q: Any, k: Any, v: Any) -> torch.Tensor:  # gathers along the batch, then views: right for B = 1
+        batch = q.shape[0]
+        stacked = [torch.cat(gather(x).chunk(world, 1), 0) for x in (k, v)]  # [W · B, S_local, H, D]
+        return _attend(q, *(x.reshape(batch, -1, *q.shape[2:]) for x in stacked))
+
     def raises_on_rank_1(q: Any, k: Any, v: Any) -> torch.Tensor:
         if rank == 1:
             raise ArithmeticError("cannot attend")
@@ -74,6 +79,9 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
         "own_repeated": lambda q, k, v: _attend(q, k.repeat(1, world, 1, 1), v.repeat(1, world, 1, 1)),
         "own_counted_twice": own_counted_twice,
         "last_rank_dropped": last_rank_dropped,
+        "batch_mixed": batch_mixed,
+        "16-bit_inside": lambda q, k, v: ours(*(x.bfloat16() for x in (q, k, v))).float(),
+        "tuple": lambda q, k, v: ours(q, k, v, return_lse=True),
         "swapped_heads": lambda q, k, v: ours(q, k, v).flip(2),
         "swapped_rows": lambda q, k, v: ours(q, k, v).flip(1),
         "swapped_ranks": swapped_ranks,
@@ -130,6 +138,9 @@ WRONG = {
     "scale_1": "the softmax scale is 1 instead of 1 / sqrt(D)",
     "scale_1/D": "the softmax scale is 1 / D instead of 1 / sqrt(D)",
     "values_off": "the values are wrong, although every key reaches every query in order",
+    "batch_mixed": "the sequences of a batch are mixed: one alone is right, two are wrong",
+    "16-bit_inside": "the values are right only as far as 16-bit arithmetic goes",
+    "tuple": "rank 0: it raised: the call returned tuple instead of one tensor like q",
     "not_reduced": "it must be summed over the queries of every rank",
     "scaled_grad": "the gradient of v is {world} times what it must be",
     "no_grad_of_q": "the gradient of q is 0 times what it must be",

@@ -220,6 +220,16 @@ def test_cp051_a_class_that_does_not_inherit(backend: Any) -> None:
         unregister_backend("foreign")
 
 
+@pytest.mark.parametrize("name", ["ulysses", "", "two\nlines"])
+def test_cp051_a_name_under_which_a_backend_would_never_be_called(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        register_backend(name, Einsum)
+    assert_text(str(caught.value), "CP051", repr(name), 'register_backend("Einsum", Einsum)')
+    assert list(backends()) == ["ulysses"]
+    register_backend("Einsum", Einsum)  # the fix in the message
+    unregister_backend("Einsum")
+
+
 def _wrong(result_of: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     return lambda q, k, v, call: result_of(q)
 

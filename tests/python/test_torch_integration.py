@@ -128,6 +128,45 @@ def test_cp065_a_second_derivative_is_refused(how: str, world: int) -> None:
         assert_text(text, "CP065", "create_graph=True", "create_graph=False")
 
 
+@pytest.mark.parametrize("how", ["ulysses", "allgather_kv", "backend"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_cp065_a_forward_mode_derivative_is_refused(how: str, world: int) -> None:
+    def on_rank(rank: int, group: Any) -> str:
+        q, k, v = (x.detach() for x in _shards(rank, world)[:3])
+
+        def attend(k: torch.Tensor) -> Any:
+            if how == "backend":
+                return _Einsum().forward(q, k, v, group)
+            return ulysses_attention(q, k, v, group, strategy=how)
+
+        with pytest.raises(NotImplementedError) as caught:
+            torch.func.jvp(attend, (k,), (torch.ones_like(k),))
+        torch.autograd.grad(attend(k.requires_grad_()).sum(), k)  # the fix
+        return str(caught.value)
+
+    for text in run_ranks(on_rank, world):
+        assert_text(text, "CP065", "forward-mode", "autograd.grad")
+
+
+@pytest.mark.parametrize("changed", ["q", "out"])
+def test_ulysses_lets_q_and_out_change_before_backward_on_ranks_without_heads_too(changed: str) -> None:
+    q, k, v, weights = (x[:, :, :1] for x in _inputs(16))  # one head for two ranks
+
+    def on_rank(rank: int, group: Any) -> torch.Tensor:
+        mine = [x[:, 8 * rank : 8 * rank + 8].clone() for x in (q, k, v, weights)]
+        leaf = mine[0].requires_grad_()
+        passed = leaf * 1.0
+        out = ulysses_attention(passed, mine[1], mine[2], group)
+        if changed == "q":
+            passed.detach().zero_()
+        else:
+            out.mul_(1.0)
+        (out * mine[3]).sum().backward()
+        return leaf.grad
+
+    assert max_error(torch.cat(run_ranks(on_rank, 2), 1), oracle_with_grads(q, k, v, weights)["dq"]) < 1e-5
+
+
 def test_no_grad_and_inference_mode_build_no_graph() -> None:
     def on_rank(rank: int, group: Any) -> Any:
         q, k, v, _ = _shards(rank, 2)

@@ -1,3 +1,4 @@
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -25,7 +26,11 @@ void bind_doctor(py::module_& module) {
       [](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
         const auto attention = [&function](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           const py::gil_scoped_acquire gil;
-          return py::cast<at::Tensor>(function(q, k, v));
+          const py::object result = function(q, k, v);
+          if (!THPVariable_Check(result.ptr()))
+            throw py::type_error("the call returned " + std::string(py::str(py::type::of(result).attr("__name__"))) +
+                                 " instead of one tensor like q");
+          return py::cast<at::Tensor>(result);
         };
         const py::gil_scoped_release no_gil;
         return doctor::check_attention(attention, exchange::Group(group));

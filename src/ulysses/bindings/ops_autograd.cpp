@@ -51,9 +51,10 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
         op.call(q, k, v, ULYSSES_CALL_ARGUMENTS, requires_grad_mask);
     store_call(context, ULYSSES_CALL_ARGUMENTS);
     context->saved_data["sizes"] = c10::SymIntArrayRef(sizes_of(q, k, v));
-    // Ulysses reads none of its inputs again: keeping them would double what backward holds.
+    // Ulysses reads none of its inputs again: keeping them would double what backward holds. It is told by the shape of
+    // what it saves, not by its size: a rank without heads must not refuse, alone, an input changed before backward.
     const bool single = cp_size == 1;
-    const bool ulysses = !single && saved_q.sym_numel() != 0;
+    const bool ulysses = saved_out.dim() == 4;
     const at::Tensor none = at::empty({0}, q.options().requires_grad(false));
     context->save_for_backward({ulysses ? none : q, single ? k : none, single ? v : none, ulysses ? none : out, saved_q,
                                 saved_kv, saved_out, saved_lse, saved_lengths});
@@ -84,6 +85,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
 std::tuple<at::Tensor, at::Tensor> attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                       ULYSSES_CALL_PARAMETERS) {
+  translate_errors([&] { processors::refuse_forward_derivative({q, k, v}); });
   const auto needs = [](const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); };
   const int64_t mask = (needs(q) ? 1 : 0) | (needs(k) ? 2 : 0) | (needs(v) ? 4 : 0);
   if (mask == 0) {

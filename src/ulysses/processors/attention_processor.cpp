@@ -48,7 +48,8 @@ AttentionResult UlyssesAttentionProcessor::restore(const AttentionPlan& plan, co
 AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const Group& group,
                                               const contract::AttentionOptions& options, int64_t requires_grad_mask) {
   const contract::AttentionSpec spec = describe(qkv, group, options, *this, requires_grad_mask);
-  const AttentionPlan plan = prepare(spec, *this, group, qkv.q.device(), requires_grad_mask);
+  const at::Device device = qkv.q.defined() ? qkv.q.device() : at::Device(at::kCPU);  // None: CP020, on every rank
+  const AttentionPlan plan = prepare(spec, *this, group, device, requires_grad_mask);
   const Strategy& strategy = strategy::strategy_for(spec.strategy, plan);
   const LocalWork work = strategy.local_work(plan);
 
@@ -65,6 +66,7 @@ AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const Group& group
 
 AttentionResult UlyssesAttentionProcessor::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                    const Group& group, const contract::AttentionOptions& options) {
+  refuse_forward_derivative({q, k, v});
   const int64_t mask = (needs_grad(q) ? 1 : 0) | (needs_grad(k) ? 2 : 0) | (needs_grad(v) ? 4 : 0);
   return run({q, k, v}, group, options, mask).result;
 }

@@ -100,6 +100,18 @@ AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy
   return {shards[0], shards.size() > 1 ? shards[1] : at::Tensor()};
 }
 
+void refuse_forward_derivative(const Qkv& qkv) {
+  // Level 0 is the only one that torch has.
+  const auto is_dual = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+  };
+  if (!is_dual(qkv.q) && !is_dual(qkv.k) && !is_dual(qkv.v)) return;
+  base::raise_if_any({{"CP065", base::ErrorKind::kUnsupported,
+                       "a forward-mode derivative was asked for (torch.func.jvp, forward_ad), and there is none", "",
+                       "use reverse mode: backward() or autograd.grad()"}},
+                     "ulysses_attention");
+}
+
 void refuse_second_derivative() {
   if (!at::GradMode::is_enabled()) return;
   throw base::Error({{"CP065", base::ErrorKind::kUnsupported,

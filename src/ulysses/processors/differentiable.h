@@ -12,6 +12,10 @@ strategy::Qkv differentiable_exchange(const strategy::AttentionPlan& plan, const
 AttentionResult differentiable_restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                                        const kernels::KernelOutput& local, const exchange::Group& group);
 
+// For a call whose inputs carry a tangent (torch.func.jvp, torch.autograd.forward_ad): its result would carry none,
+// without a word. Errors: CP065.
+void refuse_forward_derivative(const strategy::Qkv& qkv);
+
 // For a backward that autograd runs in order to differentiate it again (create_graph=True): its collectives would drop
 // the second derivative without a word. Errors: CP065.
 void refuse_second_derivative();
