@@ -44,9 +44,6 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
     def ours(q: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
         return ulysses_attention(q, k, v, group, **options)
 
-    def ours_by_gather(q: Any, k: Any, v: Any) -> torch.Tensor:
-        return ours(q, k, v, strategy="allgather_kv")
-
     def right_by_hand(q: Any, k: Any, v: Any) -> torch.Tensor:
         return _attend(q, gather(k), gather(v))
 
@@ -72,7 +69,7 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
 
     kinds: dict[str, Attention] = {
         "ours": ours,
-        "ours_by_gather": ours_by_gather,
+        "ours_by_gather": lambda q, k, v: ours(q, k, v, strategy="allgather_kv"),
         "recipe": lambda q, k, v: context_parallel_attention(q, k, v, group=group),
         "right_by_hand": right_by_hand,
         "local": _attend,

@@ -36,9 +36,9 @@ def test_check_hands_over_numbers_and_policy(calls: list[Any], capsys: pytest.Ca
     assert capsys.readouterr().out == "report\n"
 
 
-def test_kv_heads_default_to_heads(calls: list[Any]) -> None:
+def test_kv_heads_are_left_to_the_core_where_not_given(calls: list[Any]) -> None:
     cli.main(["check", "--seq-len", "64", "--cp-size", "2", "--heads", "8"])
-    assert calls == [(64, 2, 8, 8, UlyssesContextParallelPolicy().text)]
+    assert calls == [(64, 2, 8, None, UlyssesContextParallelPolicy().text)]
 
 
 @pytest.mark.parametrize(
