@@ -203,6 +203,32 @@ def test_only_what_trains_gets_a_gradient(strategy: str, trains: str) -> None:
             assert grads == [None, None]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["op", "function"])
+def test_q_and_k_with_the_same_tokens_and_other_padding(how: str, strategy: str) -> None:
+    padded = UlyssesContextParallelPolicy(pad_multiple=4)
+    wide, tight = SequenceLayout(7, 2, padded), SequenceLayout.from_lengths([4, 3])  # rows 4, 4 and 4, 3
+    q, k, v, weights = (x[:, :7] for x in _inputs())
+    kernel: Any = "auto" if how == "op" else (lambda q, k, v, call: _Einsum().attend(q, k, v, call))
+    for q_layout, kv_layout in ((wide, tight), (tight, wide)):
+
+        def on_rank(rank: int, group: Any, q_layout: Any = q_layout, kv_layout: Any = kv_layout) -> list[Any]:
+            layouts = (q_layout, kv_layout, kv_layout)
+            leaves = [
+                layout.shard(x, rank).clone().requires_grad_() for x, layout in zip((q, k, v), layouts, strict=True)
+            ]
+            out = ulysses_attention(
+                *leaves, group, layout=q_layout, kv_layout=kv_layout, strategy=strategy, kernel=kernel
+            )
+            (out * q_layout.shard(weights, rank)).sum().backward()
+            return [x.grad[:, : layout.lengths[rank]] for x, layout in zip(leaves, layouts, strict=True)]
+
+        parts = run_ranks(on_rank, 2)
+        expected = oracle_with_grads(q, k, v, weights)
+        for index, name in enumerate(("dq", "dk", "dv")):
+            assert max_error(torch.cat([part[index] for part in parts], 1), expected[name]) < 1e-5
+
+
 # --- a group of one -------------------------------------------------------------------------------------------------
 
 

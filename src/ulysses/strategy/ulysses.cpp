@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "ulysses/exchange/head_exchange.h"
@@ -65,8 +66,10 @@ class UlyssesStrategy final : public Strategy {
     const exchange::HeadItem k{grads.k, &plan.heads.kv, plan.num_kv_heads};
     const exchange::HeadItem v{grads.v, &plan.heads.kv, plan.num_kv_heads};
     if (!plan.split_layouts()) {
-      const auto shards = exchange::head_to_seq({q, k, v}, plan.lengths, plan.rows, group);
-      return {shards[0], shards[1], shards[2]};
+      // The same tokens do not mean the same padding.
+      const auto shards = exchange::head_to_seq({q, k, v}, plan.lengths, std::max(plan.rows, plan.kv_rows), group);
+      return {shards[0].narrow(1, 0, plan.rows), shards[1].narrow(1, 0, plan.kv_rows),
+              shards[2].narrow(1, 0, plan.kv_rows)};
     }
     const at::Tensor dq = exchange::head_to_seq({q}, plan.lengths, plan.rows, group)[0];
     const auto kv = exchange::head_to_seq({k, v}, plan.kv_lengths, plan.kv_rows, group);
