@@ -173,6 +173,6 @@ def test_the_errors_stand_behind_the_sentence() -> None:
         assert 0 <= check.forward_error < 1e-5 and 0 <= check.dq_error < 1e-4
         assert 0 <= check.dk_error < 1e-4 and 0 <= check.dv_error < 1e-4
     for check in run_ranks(lambda r, g: check_attention(_attention("not_reduced", r, g), g), 2):
-        assert check.forward_error < 1e-5 and check.dv_error > 1e-2 and f"dv {check.dv_error:.1g}"[:4] in str(check)
+        assert check.forward_error < 1e-5 and check.dv_error > 1e-2 and f"dv {check.dv_error:.3f}"[:6] in str(check)
     for check in run_ranks(lambda r, g: check_attention(_attention("local", r, g), g), 2):
         assert check.forward_error == -1 and "out not reached" in str(check)
