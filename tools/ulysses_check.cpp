@@ -1,9 +1,11 @@
 // ulysses-check: would this length, these heads and this policy run on so many ranks? No torch, no Python.
 // Exit code: 0 no problem, 1 problems, 2 wrong usage.
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cstdint>
 #include <iostream>
 #include <string>
+#include <type_traits>
 
 #include "ulysses/contract/error_catalogue.h"
 #include "ulysses/contract/guide.h"
@@ -16,10 +18,21 @@ struct Arguments {
   bool guide = false, errors = false, table = false;
 };
 
+// CLI11 would clamp what does not fit, and the report would be about another number.
+const CLI::Validator kInt64(
+    [](std::string& text) {
+      int64_t number = 0;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+      const bool fits = error == std::errc() && end == text.data() + text.size();
+      return fits ? std::string() : text + " is not a 64-bit integer";
+    },
+    "INT64");
+
 // One option per field of the policy, under the field's name.
 void add_policy_options(CLI::App& app, ulysses::contract::UlyssesContextParallelPolicy& policy) {
   const auto option = [&app](const char* name, auto& field, const char* help) {
-    app.add_option(name, field, help)->group("Policy")->capture_default_str();
+    auto* added = app.add_option(name, field, help)->group("Policy")->capture_default_str();
+    if constexpr (std::is_same_v<std::remove_reference_t<decltype(field)>, int64_t>) added->check(kInt64);
   };
   option("--backend-name", policy.backend_name, "registered backend");
   option("--require-seq-divisible", policy.require_seq_divisible, "true or false");
@@ -40,10 +53,11 @@ void add_options(CLI::App& app, Arguments& arguments) {
   auto* table = app.add_flag("--table", arguments.table, "print the capability table (Markdown)");
   guide->excludes(errors)->excludes(table);
   errors->excludes(table);
-  app.add_option("--seq-len", arguments.request.seq_len, "tokens of the whole sequence");
-  app.add_option("--cp-size", arguments.request.cp_size, "ranks of the group");
-  app.add_option("--heads", arguments.request.num_heads, "query heads");
-  app.add_option("--kv-heads", arguments.request.num_kv_heads, "key/value heads; as --heads if left out");
+  app.add_option("--seq-len", arguments.request.seq_len, "tokens of the whole sequence")->check(kInt64);
+  app.add_option("--cp-size", arguments.request.cp_size, "ranks of the group")->check(kInt64);
+  app.add_option("--heads", arguments.request.num_heads, "query heads")->check(kInt64);
+  app.add_option("--kv-heads", arguments.request.num_kv_heads, "key/value heads; as --heads if left out")
+      ->check(kInt64);
   add_policy_options(app, arguments.request.policy);
 }
 

@@ -163,8 +163,8 @@ Before data moves the ranks compare a fingerprint of the call: op, options, dtyp
 each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads) and, over a
 process group, on the first use of each signature. `"always"` compares on every call over any transport; `"off"` trusts.
 
-- What "auto" cannot see over a process group: a rank that later leaves the agreed signature. With other sizes Gloo
-  kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
+- What "auto" cannot see over a process group: a rank that later leaves the agreed signature, for example by another
+  `requires_grad`. With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
   numbers may be wrong. Rerun with `agreement="always"`, or with `ULYSSES_AGREEMENT=always` in the environment.
 - A wrong `cp_group` of the right size is noticed only through a layout with `cp_rank` set (CP015 on every rank). Without
   it that cannot be seen.

@@ -13,7 +13,6 @@ namespace {
 using base::cat;
 using base::ErrorKind;
 using base::join;
-using base::Problem;
 
 CallProblems backend_rule(const CallFacts& facts) {
   // A caller without a registry leaves the list empty; then the name decides nothing.

@@ -12,7 +12,6 @@ namespace {
 
 using base::cat;
 using base::join;
-using base::Problem;
 
 struct NamedTensor {
   std::string_view name;
