@@ -78,13 +78,13 @@ def make_request(
     agreement: str = "auto",
 ) -> Request:
     """The options that differ from the defaults as "key=value" lines, and the layouts as tuples."""
-    for name, value, wanted in (
+    for name, given, wanted in (
         ("policy", policy, UlyssesContextParallelPolicy),
         ("layout", layout, SequenceLayout),
         ("kv_layout", kv_layout, SequenceLayout),
     ):
-        if value is not None and not isinstance(value, wanted):
-            raise TypeError(f"[ulysses_attention] {name}={value!r} is not a {wanted.__name__}. Fix: {name}=None")
+        if given is not None and not isinstance(given, wanted):
+            raise TypeError(f"[ulysses_attention] {name}={given!r} is not a {wanted.__name__}. Fix: {name}=None")
     config = "" if policy is None else policy.text
     for key, value, default in (
         ("strategy", strategy, "ulysses"),
