@@ -68,7 +68,7 @@ def ulysses_attention(
     Source: DeepSpeed-Ulysses (arXiv 2309.14509); deviation: one message for q, k and v, uneven heads and tokens.
     """
     group, mesh_2d = resolve_group(cp_group)
-    name = KERNEL_BACKEND if policy is None else policy.backend_name
+    name = getattr(policy, "backend_name", KERNEL_BACKEND)  # of a policy; make_request refuses anything else
     backend = None if name == KERNEL_BACKEND else _C.find_backend(name)  # registered from Python or from C++
     is_function = callable(kernel) and name == KERNEL_BACKEND  # other backends attend by their own code: CP031
     request = make_request(

@@ -387,18 +387,3 @@ def _error(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
         return function(*values, **options)
     except Exception as error:
         return error
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [({"policy": {}}, "UlyssesContextParallelPolicy"), ({"layout": (8,)}, "SequenceLayout"),
-     ({"kv_layout": "8"}, "SequenceLayout")],
-)  # fmt: skip
-def test_a_value_of_another_type_is_a_type_error_that_names_it(options: dict[str, Any], wanted: str) -> None:
-    (name,) = options
-
-    def call(rank: int, group: Any) -> None:
-        with pytest.raises(TypeError, match=rf"{name}=.* is not a {wanted}\. Fix: {name}=None"):
-            ulysses_attention(*_qkv(), group, **options)
-
-    run_ranks(call, WORLD)

@@ -261,3 +261,19 @@ def test_cp007_in_the_operation() -> None:
     assert_refused(outcomes(WORLD, call), ValueError, "CP007", str(2**70))
     assert_refused(outcomes(WORLD, lambda rank: arguments(cp_size=2**70)), ValueError, "CP007", str(2**70))
     assert_accepted(outcomes(WORLD, lambda rank: arguments(pad_multiple=2**62)))  # its fix: between 1 and 2^62
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({"policy": {}}, "UlyssesContextParallelPolicy"), ({"layout": (8,)}, "SequenceLayout"),
+     ({"kv_layout": "8"}, "SequenceLayout")],
+)  # fmt: skip
+def test_a_value_of_another_type_is_a_type_error_that_names_it(options: dict[str, Any], wanted: str) -> None:
+    (name,) = options
+    q = torch.randn(1, 8, 4, 8)
+
+    def call(rank: int, group: Any) -> None:
+        with pytest.raises(TypeError, match=rf"{name}=.* is not a {wanted}\. Fix: {name}=None"):
+            ulysses_attention(q, q, q, group, **options)
+
+    run_ranks(call, 2)
