@@ -1,4 +1,4 @@
-"""Two of the three usual mistakes with context-parallel attention, and the fix beside each. No GPU, 4 ranks.
+"""Two usual mistakes with context-parallel attention, and the fix beside each. No GPU, 4 ranks.
 
 Run: python examples/reproduce.py
 """

@@ -31,6 +31,18 @@ class Request(NamedTuple):
     config: str
 
 
+def _shown(value: object) -> str:
+    """A value in an error text; a tensor by its shape."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _check_type(name: str, given: object, wanted: type, fix: str) -> None:
+    """Errors: TypeError for anything but None or the wanted type."""
+    if given is not None and not isinstance(given, wanted):
+        shown = f"{name}={_shown(given)}"
+        raise TypeError(f"[ulysses_attention] {shown} is not a {wanted.__name__}. Fix: {name}: {fix}")
+
+
 def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGroup, bool]:
     """The group of a call, and whether it asks for a 2-D mesh. None is the world. Errors: CP063 without any group."""
     if cp_group is None:
@@ -44,8 +56,8 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
         return cp_group.get_group(cp_group.ndim - 1), cp_group.ndim > 1
     if not isinstance(cp_group, dist.ProcessGroup):
         raise ValueError(
-            f"[ulysses_attention] cp_group={cp_group!r} is no process group of which this process is a member. Fix: a "
-            f"ProcessGroup, a 1-D DeviceMesh, or None for the world. [CP063]"
+            f"[ulysses_attention] cp_group={_shown(cp_group)} is no process group of which this process is a member. "
+            f"Fix: a ProcessGroup, a 1-D DeviceMesh, or None for the world. [CP063]"
         )
     return cp_group, False
 
@@ -78,13 +90,9 @@ def make_request(
     agreement: str = "auto",
 ) -> Request:
     """The options that differ from the defaults as "key=value" lines, and the layouts as tuples."""
-    for name, given, wanted in (
-        ("policy", policy, UlyssesContextParallelPolicy),
-        ("layout", layout, SequenceLayout),
-        ("kv_layout", kv_layout, SequenceLayout),
-    ):
-        if given is not None and not isinstance(given, wanted):
-            raise TypeError(f"[ulysses_attention] {name}={given!r} is not a {wanted.__name__}. Fix: {name}=None")
+    _check_type("policy", policy, UlyssesContextParallelPolicy, "UlyssesContextParallelPolicy(pad_multiple=1) or None")
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        _check_type(name, given, SequenceLayout, "SequenceLayout(16, 2), SequenceLayout.from_lengths([8, 8]) or None")
     config = "" if policy is None else policy.text
     for key, value, default in (
         ("strategy", strategy, "ulysses"),

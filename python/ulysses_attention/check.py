@@ -21,14 +21,22 @@ __all__ = ["AttentionCheck", "check_attention"]
 def check_attention(
     fn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    is_causal: bool = False,
 ) -> AttentionCheck:
     """Run fn(q, k, v) on small local shards and say `ok`, or in one plain sentence what is wrong.
 
     fn:     any context-parallel attention, of this library or not: q, k, v [B, S_local, H, D] → out like q.
+    is_causal: what fn is meant to be: a query sees the keys up to its own global position, or all of them.
     Returns an AttentionCheck with ok, diagnosis and the largest errors of out, dq, dk and dv against float64; equal on
     every rank. str() of it is the line to print.
     Dtype:  q, k and v are float32 on the CPU, made here; the group must carry CPU tensors (Gloo, thread ranks).
     Comm:   three or four calls of fn, one backward, and a few small collectives; every rank must call it. A second.
     Errors: CP063 without a group. What fn raises is not an error but the diagnosis.
     """
-    return _C.check_attention(fn, resolve_group(group)[0])
+    if not callable(fn):
+        raise TypeError(
+            f"[check_attention] {type(fn).__name__} cannot be called. Fix: a function of q, k and v, for a backend "
+            f"lambda q, k, v: backend.forward(q, k, v, group)"
+        )
+    return _C.check_attention(fn, resolve_group(group)[0], is_causal)

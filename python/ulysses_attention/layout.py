@@ -84,9 +84,11 @@ class SequenceLayout:
         """
         self._check_rank(rank)
         if x.size(dim) != self.seq_len:
+            along = [other for other in range(x.dim()) if x.size(other) == self.seq_len]
+            where = f"dim={along[0]}, along which x has {self.seq_len}" if along else "another dim"
             raise ValueError(
                 f"[SequenceLayout.shard] x has {x.size(dim)} tokens in dim {dim} and the layout {self.seq_len}. "
-                f"Fix: SequenceLayout({x.size(dim)}, {self.cp_size}), or another dim. [CP012]"
+                f"Fix: {where}, or SequenceLayout({x.size(dim)}, {self.cp_size}). [CP012]"
             )
         begin = sum(self.lengths[:rank])
         rows = x.narrow(dim, begin, self.lengths[rank])

@@ -21,6 +21,8 @@ __all__ = ["AttendCall", "UlyssesAttentionProcessor", "backends", "register_back
 
 KERNEL_BACKEND = "ulysses"  # built in: attends with a kernel of the C++ registry
 
+ATTEND_FIELDS = ("is_causal", "softmax_scale", "q_positions", "need_lse")  # what a backend can declare to honour
+
 AttendResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,6 +36,16 @@ class UlyssesAttentionProcessor(_C.UlyssesAttentionProcessor):
     #: The fields of AttendCall that attend() honours, of "is_causal", "softmax_scale", "q_positions" (causal queries
     #: that do not start at position 0) and "need_lse". A field that a caller sets and this does not name is refused.
     supports: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declared = [cls.supports] if isinstance(cls.supports, str) else list(cls.supports)
+        unknown = [field for field in declared if field not in ATTEND_FIELDS]
+        if unknown or isinstance(cls.supports, str):
+            raise ValueError(
+                f"[{cls.__name__}] supports={cls.supports!r} is not a set of fields of AttendCall. "
+                f"Fix: a set of {', '.join(ATTEND_FIELDS)}. [CP050]"
+            )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> AttendResult:
         """Local attention over complete keys and values; any differentiable code.

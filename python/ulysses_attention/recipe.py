@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 def context_parallel_attention(q, k, v, seq_len=None, group=None):
     """q [B, S_local, H, D], k/v [B, S_local, H_kv, D] -> out like q. Shards of equal length, in rank order; if the
-    sequence was padded at its end, seq_len is its real length and no query sees the padding. Differentiable."""
+    sequence was padded at its end, seq_len is its real length and no query sees the padding. Differentiable. Not for
+    causal attention: is_causal=True would compare local with global positions."""
     world, rows = dist.get_world_size(group), torch.tensor([k.shape[1], q.shape[1]], device=k.device)
     every = [torch.empty_like(rows) for _ in range(world)]
     dist.all_gather(every, rows, group=group)

@@ -317,7 +317,7 @@ def test_cp050_a_field_that_the_backend_does_not_declare(field: str, options: di
         def call(rank: int) -> dict[str, Any]:
             return arguments(backend_name="silent", **options)
 
-        values = ('backend "silent"', f"does not declare {field}", "It declares nothing")
+        values = (f"this backend does not declare {field}", "It declares nothing")
         text = assert_refused(outcomes(WORLD, call), NotImplementedError, "CP050", *values)
         fixed = {"is_causal": False, "softmax_scale": None, "return_lse": False}
         assert any(f"{name}={value}" in text for name, value in fixed.items())

@@ -173,3 +173,28 @@ def test_the_errors_stand_behind_the_sentence() -> None:
         assert check.forward_error < 1e-5 and check.dv_error > 1e-2 and f"dv {check.dv_error:.3f}"[:6] in str(check)
     for check in run_ranks(lambda r, g: check_attention(_attention("local", r, g), g), 2):
         assert check.forward_error == -1 and "out not reached" in str(check)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_causal_attention_is_right_when_it_is_meant_to_be(world: int) -> None:
+    def check(rank: int, group: Any, kind: str, is_causal: bool) -> str:
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return ulysses_attention(q, k, v, group, is_causal=kind == "causal")
+
+        return check_attention(local, group, is_causal=is_causal).diagnosis
+
+    def run(kind: str, is_causal: bool) -> str:
+        (text,) = set(run_ranks(lambda rank, group: check(rank, group, kind, is_causal), world))
+        return text
+
+    assert run("causal", True) == "ok"
+    assert run("full", False) == "ok"
+    assert run("causal", False) == (
+        "keys 8–15 never reach queries 0–7, as in causal attention: if it is meant to be causal, pass is_causal=True"
+    )
+    assert run("full", True).endswith("instead of 0: causal attention must not see later tokens")
+
+
+def test_what_cannot_be_called_is_a_type_error_that_shows_how() -> None:
+    with pytest.raises(TypeError, match=r"lambda q, k, v: backend.forward"):
+        run_ranks(lambda rank, group: check_attention(object(), group), 2)

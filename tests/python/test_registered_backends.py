@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ulysses_attention
 from ulysses_attention import UlyssesAttentionProcessor, backends, unregister_backend
 from ulysses_attention.processor import CallableProcessor
@@ -72,3 +74,9 @@ def test_the_scan_finds_a_planted_subclass_at_any_depth() -> None:
                                                      frozenset({CallableProcessor}))  # fmt: skip
     assert [name.rsplit(".", 1)[1] for name in scan()] == ["Planted"]
     assert scan(Planted()) == []
+
+
+@pytest.mark.parametrize("supports", ["is_causal", {"is_casual"}, ["need_lse", "window"]])
+def test_cp050_supports_must_name_fields_of_the_call(supports: Any) -> None:
+    with pytest.raises(ValueError, match=r"Fix: a set of is_causal, softmax_scale, q_positions, need_lse\. \[CP050\]"):
+        type("Misspelt", (UlyssesAttentionProcessor,), {"supports": supports})

@@ -159,8 +159,19 @@ def test_symptom_4_the_loss_is_too_high_and_there_is_no_error() -> None:
     assert (torch.cat(right, 1) - expected).abs().max() < 1e-5
 
 
-def test_symptom_5_it_hangs() -> None:
-    assert _symptom(5).startswith("It hangs") and "CP060" in _symptom(5) and "CP062" in _symptom(5)
+def test_symptom_5_tensors_in_another_order_are_named_by_a_layout() -> None:
+    assert _symptom(5).startswith("Right shapes, wrong numbers") and "q.transpose(1, 2)" in _symptom(5)
+    layout = SequenceLayout(8 * WORLD, WORLD)
+
+    def call(rank: int) -> Any:  # [B, H, S_local, D]
+        return arguments(**{name: torch.randn(1, 4, 8, 16) for name in "qkv"}, layout=layout)
+
+    text = assert_refused(outcomes(WORLD, call), ValueError, "CP012")
+    assert "Fix: q.transpose(1, 2), if it is [B, H, S_local, D]" in text
+
+
+def test_symptom_6_it_hangs() -> None:
+    assert _symptom(6).startswith("It hangs") and "CP060" in _symptom(6) and "CP062" in _symptom(6)
 
 
 # --- the committed documents ----------------------------------------------------------------------------------------
@@ -186,9 +197,9 @@ def test_links_and_code_of_the_guide() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", guide):
         assert (DOCS / target).exists(), target
     blocks = re.findall(r"```python\n(.*?)```", guide, re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3  # a backend and a training step, which tests run, and the recipe
     recipe = (DOCS.parent / "python/ulysses_attention/recipe.py").read_text()
-    assert blocks[1].strip() in recipe and "def context_parallel_attention" in blocks[1]
+    assert blocks[2].strip() in recipe and "def context_parallel_attention" in blocks[2]
 
 
 def test_the_backend_in_the_guide_is_right() -> None:

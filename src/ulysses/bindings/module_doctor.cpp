@@ -23,7 +23,7 @@ void bind_doctor(py::module_& module) {
       .def("__repr__", &AttentionCheck::text);
   module.def(
       "check_attention",
-      [](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+      [](const py::object& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group, bool is_causal) {
         const auto attention = [&function](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           const py::gil_scoped_acquire gil;
           const py::object result = function(q, k, v);
@@ -33,9 +33,9 @@ void bind_doctor(py::module_& module) {
           return py::cast<at::Tensor>(result);
         };
         const py::gil_scoped_release no_gil;
-        return doctor::check_attention(attention, exchange::Group(group));
+        return doctor::check_attention(attention, exchange::Group(group), is_causal);
       },
-      py::arg("function"), py::arg("group"));
+      py::arg("function"), py::arg("group"), py::arg("is_causal"));
 }
 
 }  // namespace ulysses::bindings

@@ -29,7 +29,7 @@ std::string render_symptoms() {
 - Cause: on dimension 1 one tensor has the whole sequence (4096) and the other a rank's shard (1024). Either attention
   returned the gathered length instead of the local one, or a tensor that was never sharded (positions, a mask, a
   residual) meets sharded ones.
-- Ours: CP052 names the expected 1024, the returned 4096 and dim 1 before the sum is reached; with a layout, CP012 does it for
+- Ours: CP052 names the expected 1024, the returned 4096 and dim 1 before your own code adds them up; with a layout, CP012 does it for
   q and k.
 - Fix: return one row per local query from `attend()`, and shard every tensor that has a sequence dimension with the same
   `layout.shard`.
@@ -60,9 +60,18 @@ std::string render_symptoms() {
 
 - Cause: local K/V. Each rank attends to its own 1024 keys; shapes fit, nothing fails, and keys of the other 3072 tokens
   never reach the queries. Concatenating a rank's own K/V `cp_size` times is the same mistake with the right shape.
-- Ours: CP053, by content: the checksums of each rank's K/V are compared with what the others announce. For code
-  that is not ours, `check_attention(fn, group)` says in one sentence which keys never reach which queries.
+- Ours: a backend that overrides the exchange is proved by content (CP053): the checksums of each rank's K/V are compared
+  with what the others announce. For an `attend()` that ignores keys, and for code that is not ours,
+  `check_attention(fn, group)` says in one sentence which keys never reach which queries.
 - Fix: gather K and V over the group (below), or use the operation.
+
+### Right shapes, wrong numbers, and no layout
+
+- Cause: tensors are `[B, S_local, H, D]`. As `[B, H, S_local, D]` they pass for H tokens of S_local heads. Without a layout
+  the sequence is whatever the ranks pass together, so whole sequences on every rank pass for one that is `cp_size` times
+  as long.
+- Ours: with `layout=` CP012 names the rows that each rank must pass.
+- Fix: `q.transpose(1, 2)`, and pass the layout that cut the shards.
 
 ### It hangs, or the process dies inside Gloo
 
@@ -91,9 +100,9 @@ Three sequence modes follow. All give the same numbers for the real tokens.
 
 ### A note on `pad_multiple`
 
-The guideline's text sets `pad_multiple = 1` and also asserts that 3000 is refused at `cp_size = 4` and pads to 3008. Since
-3000 = 4 * 750, both cannot hold. The asserts are kept, and 8 makes them true (and 3008 legal at 8 ranks too);
-`pad_multiple=1` is the literal formula. It fixes shard lengths and nothing else.
+It fixes shard lengths and nothing else. The integration guideline that this policy follows sets `pad_multiple = 1` and also
+asserts that 3000 is refused at `cp_size = 4` and pads to 3008. Since 3000 = 4 * 750, both cannot hold. The asserts are
+kept, and 8 makes them true (and 3008 legal on 8 ranks too); `pad_multiple=1` is the literal formula.
 )";
 }
 
@@ -103,10 +112,10 @@ constexpr std::string_view kChecklist = R"(
 | | point | enforced by |
 |---|---|---|
 | 1 | the length divides, or is padded | `seq_divisible`: CP010, CP011 |
-| 2 | K and V are global: a query sees the keys of every rank | `kv_global_gathered`: CP053 |
+| 2 | K and V are global: a query sees the keys of every rank | `kv_global_gathered`: CP053 for an overridden exchange; `check_attention` for the rest |
 | 3 | the output is restored on the sequence dimension | `output_restore_dim`: CP005, CP052 |
 | 4 | the backend inherits `UlyssesAttentionProcessor` | registration: CP051 |
-| 5 | gradients of K and V are reduced over the group | the gate test over every registered backend; `check_attention` |
+| 5 | gradients of K and V are reduced over the group | the base class's exchange; `check_attention` for everything else |
 | 6 | one policy, agreed on by all ranks | agreement: CP060 |
 )";
 
@@ -137,10 +146,14 @@ register_backend("my_backend", MyBackend)
 
 - q is `[B, Sq, h, D]`, k `[B, Skv, h_kv, D]`, v `[B, Skv, h_kv, D_v]`, strided, `h % h_kv == 0`, never empty. K and V are
   complete for these queries. Return out `[B, Sq, h, D_v]`, or `(out, lse)`. It is called 0 to 3 times in a forward.
-- `supports` names the fields of `call` that you honour: `is_causal`, `softmax_scale`, `q_positions`, `need_lse`. One that
-  is set and not declared is refused (CP050) before data moves.
-- Choose it with `UlyssesContextParallelPolicy(backend_name="my_backend")`.
-- Overriding the exchange is possible and explicit; then K/V is proved by content (CP053), not by shape.
+- `supports` names the fields of `call` that you honour; one that is set and not declared is refused (CP050) before data moves.
+  `is_causal`: a query sees keys up to its own position. `softmax_scale`: a number instead of 1 / sqrt(D). `q_positions`:
+  int64 `[Sq]`, the queries' global positions, which under `strategy="allgather_kv"` do not start at 0; causal calls there
+  need it. `need_lse`: return `(out, lse)` with lse `[B, h, Sq]`.
+- Choose it with `UlyssesContextParallelPolicy(backend_name="my_backend")`, or call `MyBackend().forward(q, k, v, group)`.
+- Prove it: `check_attention(lambda q, k, v: MyBackend().forward(q, k, v, group), group)` on every rank.
+- Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
+  gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
 - What `attend()` raises on one rank only, raises there. Thread ranks unblock the others at once, with an error that names the
   rank; over a process group they wait for its timeout.
 )";
@@ -153,7 +166,28 @@ constexpr std::string_view kGradients = R"(
 - With a mean loss over all S tokens, let each rank compute `local_sum / S` and sum the parameter gradients. If each rank
   takes the mean of its own tokens, average the gradients instead; that is right only for shards with equally many real tokens.
   A wrapper that averages (data parallel) wants `local_sum * cp_size / S`.
-- Padding rows come back zero and receive zero gradient.
+- Padding rows come back zero from attention and receive zero gradient. Behind the next bias or residual they are zero no
+  more, and `layout.shard(labels)` pads labels with 0, a real class: leave the padding out of the loss.
+
+```python
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def train_step(model, optimizer, tokens, labels, layout, group):
+    """tokens and labels [B, S], equal on every rank; model(local_tokens) -> logits [B, S_local, classes]."""
+    rank, real = group.rank(), layout.lengths[group.rank()]
+    logits = model(layout.shard(tokens, rank))[:, :real]
+    targets = layout.shard(labels, rank)[:, :real]
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels.numel()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():  # partial sums over this rank's tokens
+        dist.all_reduce(parameter.grad, group=group)
+    optimizer.step()
+    return loss.detach()  # this rank's part of the loss
+```
 )";
 
 constexpr std::string_view kAgreement = R"(

@@ -125,7 +125,7 @@ CallProblems backend_supports_rule(const CallFacts& facts) {
     problems.push_back(
         {.id = "CP050",
          .kind = ErrorKind::kUnsupported,
-         .what = cat("backend \"", spec.policy.backend_name, "\" does not declare ", field),
+         .what = cat("this backend does not declare ", field),
          .rule =
              spec.backend_supports.empty() ? "It declares nothing" : cat("It declares ", join(spec.backend_supports)),
          .fix = cat(otherwise, ", or \"", field, "\" in the backend's supports once attend() honours it")});

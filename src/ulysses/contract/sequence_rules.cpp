@@ -63,6 +63,9 @@ Problem wrong_rows(const CallFacts& facts, std::string_view tensor, int64_t rows
   const auto rank = static_cast<size_t>(facts.spec.cp_rank);
   const int64_t expected = layout.padded_lengths[rank];
   std::string fix = cat(tensor, " with ", expected, " rows, as ", layout_name, ".shard(x, rank=", rank, ") cuts them");
+  const TensorSpec& spec = tensor == "q" ? facts.spec.q : facts.spec.k;
+  if (spec.sizes.size() == 4 && spec.sizes[2] == expected)
+    fix = cat(tensor, ".transpose(1, 2), if it is [B, H, S_local, D]; or ", fix);
   if (tensor == "k" && layout_name == "layout")
     fix += cat(", or a kv_layout= in which rank ", rank, " has ", rows, " rows");
   return invalid("CP012",

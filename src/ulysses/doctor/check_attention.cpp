@@ -32,6 +32,7 @@ struct Probe {
   const AttentionFunction& attention;
   const Group& group;
   int64_t shard_len, num_heads, seq_len, head_dim;
+  bool is_causal;
 
   at::Tensor shard(const at::Tensor& x) const { return x.narrow(1, group.rank() * shard_len, shard_len).contiguous(); }
   at::Tensor gather(const at::Tensor& x) const {
@@ -69,8 +70,40 @@ Answer ask(const Probe& probe, const at::Tensor& q, const at::Tensor& k, const a
   return answer;
 }
 
+std::string describe_reach(const Probe& probe, const at::Tensor& weights, const at::Tensor& expected) {
+  const int64_t ranks = probe.group.size();
+  const auto* weight = weights.const_data_ptr<double>();
+  const auto* share = expected.const_data_ptr<double>();
+  std::optional<std::pair<int64_t, int64_t>> missing, heavy;
+  bool local_only = ranks > 1, only_later_missing = true;
+  for (int64_t query = 0; query < ranks; ++query) {
+    for (int64_t key = 0; key < ranks; ++key) {
+      const double value = weight[query * ranks + key];
+      const double wanted = share[query * ranks + key];
+      const bool is_missing = std::abs(value) < kTolerance && wanted > kTolerance;
+      local_only = local_only && std::abs(value - (query == key ? 1.0 : 0.0)) < kTolerance;
+      only_later_missing = only_later_missing && is_missing == (key > query);
+      if (is_missing && !missing) missing = {key, query};
+      if (value > wanted * (1.0 + kShareTolerance) + kTolerance && !heavy) heavy = {key, query};
+    }
+  }
+  if (missing) {
+    const std::string pair = cat("keys ", probe.tokens(missing->first, missing->first), " never reach queries ",
+                                 probe.tokens(missing->second, missing->second));
+    if (local_only) return cat("each rank attends only to its own tokens: ", pair);
+    return only_later_missing ? cat(pair, ", as in causal attention: if it is meant to be causal, pass is_causal=True")
+                              : pair;
+  }
+  if (!heavy) return "";
+  const int64_t at = heavy->second * ranks + heavy->first;
+  const std::string_view reason = share[at] < kTolerance ? ": causal attention must not see later tokens"
+                                                         : ": some keys count more than once, or others are dropped";
+  return cat("keys ", probe.tokens(heavy->first, heavy->first), " weigh ", weight[at], " in queries ",
+             probe.tokens(heavy->second, heavy->second), " instead of ", share[at], reason);
+}
+
 // q = k = 0: a row is the plain mean of the values it sees. Column d of v marks the keys of shard d, so column d of
-// the output is the weight of that shard, which must be 1 / W.
+// the output is the weight of that shard, which must be 1 / W, or what the causal mean gives.
 std::string reach_problem(const Probe& probe) {
   const int64_t ranks = probe.group.size();
   const at::Tensor zeros = at::zeros({1, probe.seq_len, probe.num_heads, probe.head_dim});
@@ -78,30 +111,12 @@ std::string reach_problem(const Probe& probe) {
   const at::Tensor v = marks.view({1, probe.seq_len, 1, probe.head_dim}).expand_as(zeros);
   const Answer answer = ask(probe, probe.shard(zeros), probe.shard(zeros), probe.shard(v));
   if (!answer.problem.empty()) return answer.problem;
+  const at::Tensor expected = oracle_attention(zeros, zeros, v, probe.is_causal, 1.0);
   // [query shard, key shard]: mean weight over the shard's queries and all heads
-  const at::Tensor weights = answer.global.narrow(3, 0, ranks).view({ranks, -1, ranks}).mean(1).contiguous();
-  const auto* weight = weights.const_data_ptr<double>();
-  const double share = 1.0 / static_cast<double>(ranks);
-  std::optional<std::pair<int64_t, int64_t>> missing, heavy;
-  bool local_only = ranks > 1;
-  for (int64_t query = 0; query < ranks; ++query) {
-    for (int64_t key = 0; key < ranks; ++key) {
-      const double value = weight[query * ranks + key];
-      local_only = local_only && std::abs(value - (query == key ? 1.0 : 0.0)) < kTolerance;
-      if (std::abs(value) < kTolerance && !missing) missing = {key, query};
-      if (value > share * (1.0 + kShareTolerance) && !heavy) heavy = {key, query};
-    }
-  }
-  if (missing) {
-    const std::string pair = cat("keys ", probe.tokens(missing->first, missing->first), " never reach queries ",
-                                 probe.tokens(missing->second, missing->second));
-    return local_only ? cat("each rank attends only to its own tokens: ", pair) : pair;
-  }
-  if (heavy)
-    return cat("keys ", probe.tokens(heavy->first, heavy->first), " weigh ",
-               weight[heavy->second * ranks + heavy->first], " in queries ", probe.tokens(heavy->second, heavy->second),
-               " instead of ", share, ": some keys count more than once, or others are dropped");
-  return "";
+  const auto shard_weights = [&](const at::Tensor& out) {
+    return out.narrow(3, 0, ranks).reshape({ranks, -1, ranks}).mean(1).contiguous();
+  };
+  return describe_reach(probe, shard_weights(answer.global), shard_weights(expected));
 }
 
 // q_i = k_i = a long unit vector: row i returns v_i, so a row that returns v_j shows where it came from.
@@ -140,9 +155,9 @@ std::string scale_problem(const Probe& probe, const at::Tensor& out, const at::T
   const auto d = static_cast<double>(probe.head_dim);
   for (const auto& [name, scale] :
        {std::pair{"1", 1.0}, std::pair{"1 / D", 1.0 / d}, std::pair{"sqrt(D)", std::sqrt(d)}})
-    if (!wrong(largest_error(out, oracle_attention(q, k, v, false, scale)), out))
+    if (!wrong(largest_error(out, oracle_attention(q, k, v, probe.is_causal, scale)), out))
       return cat("the softmax scale is ", name, " instead of 1 / sqrt(D)");
-  const at::Tensor wanted = oracle_attention(q, k, v, false, 1.0 / std::sqrt(d));
+  const at::Tensor wanted = oracle_attention(q, k, v, probe.is_causal, 1.0 / std::sqrt(d));
   if (!wrong(largest_error(out, wanted), wanted, kCoarse))
     return "the values are right only as far as 16-bit arithmetic goes: the call gets float32 and must compute in it";
   // reach and order were asked for one sequence; here there are two.
@@ -175,7 +190,7 @@ void check_values(const Probe& probe, AttentionCheck& check) {
   };
   const at::Tensor q = draw(), k = draw(), v = draw(), grad_out = draw();
   const double scale = 1.0 / std::sqrt(static_cast<double>(probe.head_dim));
-  const OracleGrads oracle = oracle_gradients(grad_out, q, k, v, /*is_causal=*/false, scale);
+  const OracleGrads oracle = oracle_gradients(grad_out, q, k, v, probe.is_causal, scale);
 
   const at::AutoGradMode enabled(true);
   const auto leaf = [&](const at::Tensor& x) { return probe.shard(x).requires_grad_(true); };
@@ -216,10 +231,10 @@ std::string AttentionCheck::text() const {
              number(dk_error), ", dv ", number(dv_error), ")");
 }
 
-AttentionCheck check_attention(const AttentionFunction& attention, const Group& group, int64_t shard_len,
-                               int64_t num_heads) {
+AttentionCheck check_attention(const AttentionFunction& attention, const Group& group, bool is_causal,
+                               int64_t shard_len, int64_t num_heads) {
   const int64_t seq_len = shard_len * group.size();
-  const Probe probe{attention, group, shard_len, num_heads, seq_len, std::max<int64_t>(16, seq_len)};
+  const Probe probe{attention, group, shard_len, num_heads, seq_len, std::max<int64_t>(16, seq_len), is_causal};
   AttentionCheck check;
   {
     const at::AutoGradMode disabled(false);

@@ -23,11 +23,11 @@ struct AttentionCheck {
 
 // Runs `attention` on small shards of a known sequence and says what is wrong with it, if anything: which keys never
 // reach which queries, keys that count more than once, rows out of order, a wrong scale, a mixed batch, gradients that
-// are missing, partial or scaled.
+// are missing, partial or scaled. `is_causal` says what the attention is meant to be, by global position.
 // Inputs:  made here on the CPU, equal on every rank; float32, S = shard_len · W, D ≥ S; well under a second. The
 //          group must carry CPU tensors.
 // Comm:    three or four calls of `attention`, one backward, and a small gather after each; every rank must call it.
-AttentionCheck check_attention(const AttentionFunction& attention, const exchange::Group& group, int64_t shard_len = 8,
-                               int64_t num_heads = 4);
+AttentionCheck check_attention(const AttentionFunction& attention, const exchange::Group& group, bool is_causal = false,
+                               int64_t shard_len = 8, int64_t num_heads = 4);
 
 }  // namespace ulysses::doctor
