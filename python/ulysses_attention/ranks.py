@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ def run_ranks(fn: Callable[[int, ProcessGroup], Any], world: int, *, timeout_s: 
 
     The group serves this library and the methods of ProcessGroup, on CPU tensors. torch.distributed's functions,
     DeviceMesh and torch.compile look groups up per process and need processes: see run_processes.
+    The ranks share the caller's intra-op threads, at least one each.
     Units:  timeout_s, seconds that a rank waits for another.
     Errors: what the first failing rank raised; the others are unblocked. A wait beyond timeout_s: CP062.
     """
@@ -30,7 +30,7 @@ def run_ranks(fn: Callable[[int, ProcessGroup], Any], world: int, *, timeout_s: 
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
     threads_before = torch.get_num_threads()
-    threads_per_rank = max(1, (os.cpu_count() or 1) // world)
+    threads_per_rank = max(1, threads_before // world)
 
     def work(rank: int) -> None:
         torch.set_num_threads(threads_per_rank)

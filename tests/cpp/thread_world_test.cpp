@@ -266,15 +266,17 @@ TEST(ThreadWorld, GroupsAreFoundByNameFromAnyThreadWhileTheWorldLives) {
   for (const auto& name : names) EXPECT_THROW(c10d::resolve_process_group(name), c10::Error);
 }
 
-TEST(ThreadWorld, RanksShareTheCoresAndTheCallersSettingsStay) {
+TEST(ThreadWorld, RanksShareTheCallersThreadsAndItsSettingsStay) {
   const int before = at::get_num_threads();
-  at::set_num_threads(3);
+  at::set_num_threads(9);
   const c10::AutoGradMode no_grad(false);
   run_ranks(4, [&](int64_t, const GroupPtr&) {
-    EXPECT_EQ(at::get_num_threads(), std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 4));
+    EXPECT_EQ(at::get_num_threads(), 2);  // 9 / 4
     EXPECT_TRUE(c10::GradMode::is_enabled());
   });
-  EXPECT_EQ(at::get_num_threads(), 3);
+  EXPECT_EQ(at::get_num_threads(), 9);
+  at::set_num_threads(1);
+  run_ranks(1, [&](int64_t, const GroupPtr&) { EXPECT_EQ(at::get_num_threads(), 1); });
   at::set_num_threads(before);
 }
 

@@ -106,6 +106,10 @@ def test_the_thread_count_is_restored(fails: bool) -> None:
         thread.join()
         assert torch.get_num_threads() == 3 and later == [3]
         assert set(counts) == {1}
+        counts.clear()
+        fails = False
+        run_ranks(on_rank, 1)
+        assert counts == [3]  # the caller's, whatever the number of cores
     finally:
         torch.set_num_threads(before)
 

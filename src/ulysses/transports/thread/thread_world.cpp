@@ -63,8 +63,7 @@ class RankThreads {
   RankThreads(ThreadWorld& world, const RankFunction& fn) : world_(world), fn_(fn) {}
 
   void run() {
-    const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
-    const int num_threads = static_cast<int>(std::max<int64_t>(1, cores / world_.size()));
+    const int num_threads = std::max(1, at::get_num_threads() / static_cast<int>(world_.size()));
     std::vector<std::thread> threads;
     for (int64_t rank = 0; rank < world_.size(); ++rank) {
       try {

@@ -46,10 +46,11 @@ class ThreadWorld {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
 };
 
-// Runs fn(rank, group) on world_size threads and joins them. Each rank gets max(1, cores / world_size) intra-op
-// threads; the caller's setting is restored. If a rank throws, the others are unblocked and the first cause is
-// rethrown (not the errors that it made others raise). Thread-local torch state (grad mode, inference mode, autocast)
-// is not the caller's: every rank starts with grad enabled.
+// Runs fn(rank, group) on world_size threads and joins them. The ranks share the caller's intra-op threads (all
+// cores, unless OMP_NUM_THREADS or set_num_threads says fewer), at least one each; its setting is restored. If a rank
+// throws, the others are unblocked and the first cause is rethrown (not the errors that it made others raise).
+// Thread-local torch state (grad mode, inference mode, autocast) is not the caller's: every rank starts with grad
+// enabled.
 using RankFunction = std::function<void(int64_t rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group)>;
 void run_ranks(int64_t world_size, const RankFunction& fn,
                std::chrono::milliseconds timeout = std::chrono::seconds(20));
