@@ -128,23 +128,25 @@ def test_cp065_a_second_derivative_is_refused(how: str, world: int) -> None:
         assert_text(text, "CP065", "create_graph=True", "create_graph=False")
 
 
+def _forward_mode(rank: int, group: Any, how: str) -> str:
+    q, k, v = (x.detach() for x in _shards(rank, group.size())[:3])
+
+    def attend(k: torch.Tensor) -> Any:
+        if how == "backend":
+            return _Einsum().forward(q, k, v, group)
+        return ulysses_attention(q, k, v, group, strategy=how)
+
+    with pytest.raises(NotImplementedError) as caught:
+        torch.func.jvp(attend, (k,), (torch.ones_like(k),))
+    torch.autograd.grad(attend(k.requires_grad_()).sum(), k)  # the fix
+    return str(caught.value)
+
+
+# On processes: torch's level of forward-mode differentiation is one per process, not per thread.
 @pytest.mark.parametrize("how", ["ulysses", "allgather_kv", "backend"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_cp065_a_forward_mode_derivative_is_refused(how: str, world: int) -> None:
-    def on_rank(rank: int, group: Any) -> str:
-        q, k, v = (x.detach() for x in _shards(rank, world)[:3])
-
-        def attend(k: torch.Tensor) -> Any:
-            if how == "backend":
-                return _Einsum().forward(q, k, v, group)
-            return ulysses_attention(q, k, v, group, strategy=how)
-
-        with pytest.raises(NotImplementedError) as caught:
-            torch.func.jvp(attend, (k,), (torch.ones_like(k),))
-        torch.autograd.grad(attend(k.requires_grad_()).sum(), k)  # the fix
-        return str(caught.value)
-
-    for text in run_ranks(on_rank, world):
+def test_cp065_a_forward_mode_derivative_is_refused(how: str, world: int, gloo: Any) -> None:
+    for text in gloo(world).run(_forward_mode, how):
         assert_text(text, "CP065", "forward-mode", "autograd.grad")
 
 
