@@ -28,7 +28,8 @@ TEST(CheckReport, ShowsProblemsAndWhoHoldsWhat) {
       result.has("Fix: pad to 3008 (752 per rank), or pad_multiple=1 (750 per rank), or "
                  "require_seq_divisible=False. [CP011]"));
   EXPECT_TRUE(result.has("Legal lengths near by: 2944, 2976, 3008, 3040"));
-  EXPECT_TRUE(result.has("Legal cp_size near by, without padding: 1, 3, 5, 15 for seq_len=3000"));  // 3000 = 8 * 3 * 5 * 25
+  EXPECT_TRUE(
+      result.has("Legal cp_size near by, without padding: 1, 3, 5, 15 for seq_len=3000"));  // 3000 = 8 * 3 * 5 * 25
   EXPECT_TRUE(result.has("Head degrees: 1, 2, 3, 6 "));
   EXPECT_TRUE(result.has("0     [0, 752)      752    752          [0, 8)       8      [0, 2)\n")) << result.text;
   EXPECT_TRUE(result.has("3     [2256, 3000)  744    752          [23, 30)     7      [4, 6)\n")) << result.text;
