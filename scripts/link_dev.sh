@@ -12,6 +12,7 @@ import sys
 
 from ulysses_attention.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # rank processes import this file again
+    sys.exit(main())
 SCRIPT
 chmod +x "$bin/ulysses"

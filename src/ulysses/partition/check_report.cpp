@@ -173,11 +173,6 @@ std::string check_report(const CheckRequest& request, int* exit_code) {
   text +=
       problems.empty() ? "No problem.\n" : cat(problems.size(), problems.size() == 1 ? " problem:\n" : " problems:\n");
   for (const base::Problem& problem : problems) text += cat("  ", base::format(problem, "ulysses_attention"), '\n');
-  const bool length_only = !problems.empty() && std::all_of(problems.begin(), problems.end(), [](const auto& problem) {
-    return problem.id == "CP010" || problem.id == "CP011";
-  });
-  if (length_only && full.policy.sequence_mode() == contract::SequenceMode::kPad)
-    text += "  The raw length is not legal; under this policy a SequenceLayout pads it, and the call then runs.\n";
 
   if (has_any(problems, {"CP006"})) return text;  // without sizes nothing can be planned
   text += cat("\nLegal lengths near by: ", legal_lengths(full),
