@@ -60,14 +60,6 @@ class Tempered(UlyssesAttentionProcessor):
         return _weigh(_scores(q * heads.view(1, 1, -1, 1), k, call), q, v)
 
 
-class LocalKv(UlyssesAttentionProcessor):
-    """The usual mistake: with allgather_kv, only the keys at the queries' own positions are read."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> torch.Tensor:
-        own = slice(int(call.q_positions[0]), int(call.q_positions[-1]) + 1)
-        return _weigh(_scores(q, k[:, own], call), q, v[:, own])
-
-
 def _inputs(seq_len: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v and the weights of a loss, equal on every rank."""
     generator = torch.Generator().manual_seed(seq_len)
@@ -367,13 +359,3 @@ def test_cp062_attend_that_raises_on_one_rank_unblocks_the_others() -> None:
     assert sorted(seen) == [0, 2, 3]
     for text in seen.values():
         assert_text(text, "CP062", "rank 1", "ArithmeticError", "attend broke")
-
-
-# --- found wrong ----------------------------------------------------------------------------------------------------
-
-
-def test_gate_fails_a_local_kv_backend() -> None:
-    assert _largest_error(Einsum, strategy="allgather_kv") < TOLERANCE
-    assert _largest_error(LocalKv, world=1, strategy="allgather_kv") < TOLERANCE  # right where there is one rank only
-    for world in (2, 4):
-        assert _largest_error(LocalKv, world, strategy="allgather_kv") > 100 * TOLERANCE
