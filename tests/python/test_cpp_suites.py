@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
+SUPPRESSIONS = BUILD.parent / "tests" / "cpp" / "tsan_suppressions.txt"
 DEV_PROGRAMS = ("core_tests", "ulysses_tests", "flipped_tests")
 
 
@@ -74,6 +75,6 @@ def test_cpp_suite_is_clean_under(preset: str) -> None:
         program_path(preset, "ulysses_tests"),
         ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1",
         UBSAN_OPTIONS="print_stacktrace=1",
-        TSAN_OPTIONS="second_deadlock_stack=1",
+        TSAN_OPTIONS=f"second_deadlock_stack=1:suppressions={SUPPRESSIONS}",
     )
     assert_passed(done)
