@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SymInt.h>
 #include <c10/core/SymIntArrayRef.h>
 
@@ -65,5 +66,11 @@ inline constexpr const char* kGatherSequenceBackwardSchema =
     "int dim, str grad) -> Tensor";
 using GatherSequenceBackward = at::Tensor(const at::Tensor&, c10::SymInt, std::string_view, int64_t,
                                           c10::SymIntArrayRef, int64_t, std::string_view);
+
+// An op of this library, to be called through the dispatcher. Look it up once and keep it.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
 
 }  // namespace ulysses::bindings

@@ -1,6 +1,5 @@
 // gather_sequence: the differentiable end of a sharded sequence.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -18,11 +17,6 @@ using exchange::GatherGrad;
 using exchange::Group;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 at::Tensor gather_sequence(const at::Tensor& x_local, std::string_view group_name, int64_t, c10::SymIntArrayRef lengths,
                            int64_t dim, std::string_view) {
