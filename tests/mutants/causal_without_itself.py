@@ -1,0 +1,13 @@
+"""A causal query does not see the key at its own position."""
+
+import torch
+
+from mutants.parts import Steps, attention_of
+
+
+class Wrong(Steps):
+    def hidden(self, q_positions: torch.Tensor, kv_positions: torch.Tensor) -> torch.Tensor:
+        return super().hidden(q_positions - 1, kv_positions)
+
+
+attention = attention_of(Wrong)

@@ -1,0 +1,13 @@
+"""All gradients are cp_size times too large."""
+
+import torch
+
+from mutants.parts import Steps, attention_of
+
+
+class Wrong(Steps):
+    def finish(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().finish(out.detach() + self.world * (out - out.detach()), lse)
+
+
+attention = attention_of(Wrong)

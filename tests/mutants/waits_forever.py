@@ -1,0 +1,19 @@
+"""Rank 1 does not come to the collective where the number of tokens is odd, for longer than anyone waits."""
+
+import threading
+
+import torch
+
+from mutants.parts import Steps, attention_of
+
+WAIT_S = 30.0
+
+
+class Wrong(Steps):
+    def keys_and_values(self) -> tuple[torch.Tensor, ...]:
+        if self.rank == 1 and sum(self.q_lengths) % 2 == 1:
+            threading.Event().wait(WAIT_S)
+        return super().keys_and_values()
+
+
+attention = attention_of(Wrong)
