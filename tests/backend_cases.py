@@ -1,8 +1,9 @@
-"""The library of right and wrong backends: where its files are, small cases, and what is wrong with a backend in one."""
+"""The library of right and wrong backends: its files, small cases, and what is wrong with a backend in a case."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -113,9 +114,9 @@ def _shard(x: torch.Tensor, lengths: Sequence[int], rank: int, case: Case) -> to
     return rows.transpose(1, 2).contiguous().transpose(1, 2) if case.head_major else rows.contiguous()
 
 
-def run_case(rank: int, group: Any, function: Callable[..., Any], case: Case) -> list[Numbers | str]:
-    """For each call this rank's out, lse, dq, dk and dv, or the words for a result that has none."""
-    answers: list[Numbers | str] = []
+def run_case(rank: int, group: Any, function: Callable[..., Any], case: Case) -> list[Numbers]:
+    """This rank's out, lse, dq, dk and dv of each call, and q, k and v as the call left them."""
+    answers = []
     for call in range(case.calls):
         lengths = (case.lengths, case.kv_tokens, case.kv_tokens, case.lengths)
         *shards, weights = (_shard(x, n, rank, case) for x, n in zip(inputs(case, call), lengths, strict=True))
@@ -123,20 +124,16 @@ def run_case(rank: int, group: Any, function: Callable[..., Any], case: Case) ->
         result = function(*leaves, group, **case.options())
         out, lse = result if case.return_lse else (result, None)
         numbers = {"out": out.detach()} if lse is None else {"out": out.detach(), "lse": lse.detach()}
-        answers.append(numbers)
-        if out.shape != weights.shape or out.dtype != case.dtype:
-            answers[-1] = f"out is {out.dtype} {tuple(out.shape)}"
-        elif not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(leaves, shards, strict=True)):
-            answers[-1] = "an input changed"
-        elif case.trains and not out.requires_grad:
-            answers[-1] = "out carries no gradient"
-        elif case.trains:
-            weights = weights.nan_to_num()  # the loss leaves padding rows out
+        if out.requires_grad and out.shape == weights.shape:
+            weights = weights.nan_to_num().to(out.dtype)  # the loss leaves padding rows out
             grads = torch.autograd.grad(out, leaves, weights, allow_unused=True)
             numbers.update({name: x for name, x in zip(("dq", "dk", "dv"), grads, strict=True) if x is not None})
+        numbers.update({name: x.detach() for name, x in zip("qkv", leaves, strict=True)})
+        answers.append(numbers)
     return answers
 
 
+@functools.lru_cache(maxsize=256)
 def _expected(case: Case, call: int) -> Numbers:
     """The oracle's. Its causal diagonal begins top left: queries in front move the corner to where it is asked for."""
     q, k, v, weights = inputs(case, call)
@@ -154,27 +151,34 @@ def allowed(dtype: torch.dtype, reference: torch.Tensor) -> float:
     return relative * max(1.0, float(reference[reference.isfinite()].abs().max()))
 
 
-def wrong_numbers(case: Case, ranks: Sequence[Sequence[Numbers | str]]) -> list[str]:
-    """What is wrong with what the ranks got from run_case; [] if nothing is."""
+def wrong_numbers(case: Case, ranks: Sequence[Sequence[Numbers]]) -> list[str]:
+    """What is wrong with what the ranks got from run_case, each beginning with a tensor's name; [] if nothing is."""
     found = []
     for call in range(case.calls):
         parts = [answers[call] for answers in ranks]
-        words = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
-        if words:
-            found += words
-            continue
-        names = ["out", *["lse"] * case.return_lse, *["dq", "dk", "dv"] * case.trains]
-        missing = [f"rank {rank}: no {name}" for rank, part in enumerate(parts) for name in names if name not in part]
-        found += missing
-        for name in [] if missing else names:
-            found += _wrong_tensor(case, name, [part[name] for part in parts], _expected(case, call)[name])
+        reference = _expected(case, call)
+        for name in ["out", *["lse"] * case.return_lse, *["dq", "dk", "dv"] * case.trains]:
+            missing = [rank for rank, part in enumerate(parts) if name not in part]
+            if missing:
+                found.append(f"{name} is missing on ranks {missing}")
+            else:
+                found += _wrong_tensor(case, name, [part[name] for part in parts], reference[name])
+        for rank, part in enumerate(parts):
+            given = zip("qkv", inputs(case, call), (case.lengths, case.kv_tokens, case.kv_tokens), strict=False)
+            for name, whole, lengths in given:
+                if not torch.equal(part[name].nan_to_num(), _shard(whole, lengths, rank, case).nan_to_num()):
+                    found.append(f"{name} was written to on rank {rank}")
     return found
 
 
 def _wrong_tensor(case: Case, name: str, parts: Sequence[torch.Tensor], reference: torch.Tensor) -> list[str]:
     dim, lengths = (2 if name == "lse" else 1), (case.kv_tokens if name in ("dk", "dv") else case.lengths)
-    whole = torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
+    rows = [max(n, case.padded) for n in lengths]
+    shapes = [(*reference.shape[:dim], n, *reference.shape[dim + 1 :]) for n in rows]
+    if [tuple(part.shape) for part in parts] != shapes:
+        return [f"{name} has shapes {[tuple(part.shape) for part in parts]}, not {shapes}"]
     dtype = case.dtype if name != "lse" or case.dtype == torch.float64 else torch.float32
+    whole = torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim)
     error, limit = max_error(whole, reference), allowed(dtype, reference)
     found = [] if error <= limit else [f"{name} is off by {error:.1e}, allowed {limit:.1e}"]
     found += [] if all(part.dtype == dtype for part in parts) else [f"{name} is {[part.dtype for part in parts]}"]

@@ -9,8 +9,8 @@ from mutants.parts import Steps, attention_of
 
 class Wrong(Steps):
     def finish(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = self.own_positions(self.q_lengths) == 0
-        out = out.masked_fill(first[:, None, None], math.nan) if self.options.is_causal else out
+        if self.options.is_causal:
+            out = out + torch.where(self.own_positions(self.q_lengths) == 0, math.nan, 0.0)[:, None, None]
         return super().finish(out, lse)
 
 
