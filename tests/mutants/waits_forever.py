@@ -6,13 +6,11 @@ import torch
 
 from mutants.parts import Steps, attention_of
 
-WAIT_S = 30.0
-
 
 class Wrong(Steps):
     def keys_and_values(self) -> tuple[torch.Tensor, ...]:
         if self.rank == 1 and sum(self.q_lengths) % 2 == 1:
-            threading.Event().wait(WAIT_S)
+            threading.Event().wait(30.0)
         return super().keys_and_values()
 
 
