@@ -38,6 +38,7 @@ PYBIND11_MODULE(_C, module) {
   bind_transports(module);
   bind_processors(module);
   bind_doctor(module);
+  bind_examine(module);
 }
 
 }  // namespace ulysses::bindings

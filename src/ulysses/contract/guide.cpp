@@ -2,6 +2,7 @@
 
 #include "ulysses/base/text.h"
 #include "ulysses/contract/capability.h"
+#include "ulysses/contract/checklist.h"
 #include "ulysses/contract/error_catalogue.h"
 #include "ulysses/contract/policy.h"
 
@@ -105,19 +106,6 @@ asserts that 3000 is refused at `cp_size = 4` and pads to 3008. Since 3000 = 4 *
 kept, and 8 makes them true (and 3008 legal on 8 ranks too); `pad_multiple=1` is the literal formula.
 )";
 }
-
-constexpr std::string_view kChecklist = R"(
-## Checklist
-
-| | point | enforced by |
-|---|---|---|
-| 1 | the length divides, or is padded | `seq_divisible`: CP010, CP011 |
-| 2 | K and V are global: a query sees the keys of every rank | `kv_global_gathered`: CP053 for an overridden exchange; `check_attention` for the rest |
-| 3 | the output is restored on the sequence dimension | `output_restore_dim`: CP005, CP052 |
-| 4 | the backend inherits `UlyssesAttentionProcessor` | registration: CP051 |
-| 5 | gradients of K and V are reduced over the group | the base class's exchange; `check_attention` for everything else |
-| 6 | one policy, agreed on by all ranks | agreement: CP060 |
-)";
 
 constexpr std::string_view kBackend = R"(
 ## Writing a backend
@@ -240,7 +228,7 @@ std::string render_guide(std::string_view recipe_source) {
   return cat(
       kOpening, render_symptoms(), render_rules(),
       "\n## What each strategy supports\n\nThe operation's refusals are read from this table.\n\n",
-      render_capability_table(), kChecklist, kBackend, kGradients, kAgreement,
+      render_capability_table(), render_checklist(), kBackend, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "
       "lengths, attend.\n\n```python\n",
       recipe_source, "\n```\n");

@@ -1,0 +1,123 @@
+"""One examination, from a target's name to a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ulysses_attention import _C, __version__
+from ulysses_attention.doctor.process_ranks import GlooRanks
+from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report
+from ulysses_attention.doctor.targets import PEER, TargetError, as_target, strategies_of
+
+__all__ = ["TRANSPORTS", "case_line", "examine", "reproduce"]
+
+TRANSPORTS = ("threads", "gloo")
+QUICK_DTYPES = ["float32", "bfloat16"]
+
+OnCase = Callable[[dict[str, Any], int, int], None]
+
+
+def under_launcher() -> bool:
+    """Whether a launcher (torchrun) started this process as one rank of a world."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _ranks(target: str | Callable[..., Any], transport: str) -> Any:
+    if transport == "torchrun":
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return _C.GroupRanks(as_target(target), dist.group.WORLD)
+    if transport == "gloo":
+        return GlooRanks(target)
+    if isinstance(target, str) and target.startswith(PEER):
+        raise TargetError(f"{target} looks its group up per process and needs processes. Fix: --transport gloo")
+    return _C.ThreadRanks(as_target(target))
+
+
+def name_of(target: str | Callable[..., Any]) -> str:
+    """The target as a user would type it."""
+    if isinstance(target, str):
+        return target
+    return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__name__)}"
+
+
+def case_line(target: str | Callable[..., Any], transport: str, fields: dict[str, Any]) -> str:
+    """The shell line that asks one case again."""
+    text = json.dumps({"target": name_of(target), "transport": transport, "case": fields}, separators=(",", ":"))
+    return f"ulysses repro {shlex.quote(text)}"
+
+
+def _summary(cases: Sequence[dict[str, Any]]) -> dict[str, int]:
+    verdicts = ("ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message")
+    return {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in verdicts}
+
+
+def examine(
+    target: str | Callable[..., Any],
+    *,
+    worlds: Sequence[int] = (2, 4),
+    transport: str = "threads",
+    cases: str = "",
+    quick: bool = False,
+    probes: bool | None = None,
+    on_case: OnCase | None = None,
+) -> Report:
+    """Every selected case and every probe, over thread ranks, Gloo processes or the launcher's world.
+
+    target: see as_target. cases: a glob of case ids; with one, probes are left out unless asked for.
+    Comm:   starts its own ranks; under a launcher every rank must call it, and its world is the one that is used.
+    Errors: TargetError; ValueError for a transport that is not one of TRANSPORTS.
+    """
+    if transport not in (*TRANSPORTS, "torchrun"):
+        raise ValueError(f"transport={transport!r} is unknown. Fix: {' or '.join(TRANSPORTS)}")
+    selection = _C.CaseSelection()
+    selection.strategies = strategies_of(target)
+    selection.worlds = [dist.get_world_size()] if transport == "torchrun" and dist.is_initialized() else list(worlds)
+    selection.quick = quick
+    selection.glob = cases
+    if quick:
+        selection.dtypes = QUICK_DTYPES
+    start = time.monotonic()
+    ranks = _ranks(target, transport)
+    if transport == "torchrun":
+        selection.worlds = [dist.get_world_size()]
+    try:
+        found = _C.examine(ranks, selection, probes if probes is not None else cases == "", on_case)
+    finally:
+        if isinstance(ranks, GlooRanks):
+            ranks.close()
+    for case in found["cases"]:
+        case["repro"] = case_line(target, transport, case.pop("fields"))
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "library_version": __version__,
+        "torch_version": torch.__version__,
+        "target": name_of(target),
+        "transport": transport,
+        "worlds": list(selection.worlds),
+        "quick": quick,
+        "seconds": round(time.monotonic() - start, 2),
+        "strategies": list(selection.strategies),
+        "summary": _summary(found["cases"]),
+        **found,
+    }
+    return cast(Report, report)
+
+
+def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Ask one case again: (the case's result, the finding or None). `line` is the JSON of `ulysses repro`."""
+    asked = json.loads(line)
+    ranks = _ranks(asked["target"], asked["transport"])
+    try:
+        return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))
+    finally:
+        if isinstance(ranks, GlooRanks):
+            ranks.close()

@@ -1,0 +1,182 @@
+"""What the doctor can examine, by name: turns it into one function that a rank calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ulysses_attention import _C
+from ulysses_attention.attention import ulysses_attention
+from ulysses_attention.layout import SequenceLayout
+from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.processor import UlyssesAttentionProcessor, backends, register_backend
+
+__all__ = ["Target", "TargetError", "as_target", "strategies_of"]
+
+#: (q, k, v, group, call) → out or (out, lse): what a rank calls, whatever the target is.
+Target = Callable[..., Any]
+
+PEER = "peer:"
+_numbers = itertools.count()
+
+
+class TargetError(ValueError):
+    """There is no such target. The text says what would be one."""
+
+
+def layouts_of(case: Any) -> dict[str, SequenceLayout]:
+    """layout and kv_layout of a case, where shards are not all equal or the order is not the usual one."""
+    lengths, padded, kv_lengths = list(case.lengths), list(case.padded_lengths), list(case.kv_lengths)
+    if case.order != "contiguous":
+        return {"layout": SequenceLayout(sum(lengths), case.cp_size, order=case.order)}
+    even = lengths == padded == kv_lengths and len(set(lengths)) == 1
+    if even or case.replicated_kv:
+        return {}
+    layout = SequenceLayout.from_lengths(lengths) if lengths == padded else SequenceLayout(sum(lengths), case.cp_size)
+    layouts = {"layout": layout}
+    if kv_lengths != lengths:
+        layouts["kv_layout"] = SequenceLayout.from_lengths(kv_lengths)
+    return layouts
+
+
+def keywords_of(call: Any) -> dict[str, Any]:
+    """The keywords of ulysses_attention that a call asks for: only those that differ from the default."""
+    case = call.case
+    ends = torch.arange(case.num_documents + 1, dtype=torch.int32) * (sum(case.lengths) // case.num_documents)
+    asked = {
+        "strategy": (case.strategy, case.strategy != ""),
+        "is_causal": (True, case.is_causal),
+        "causal_alignment": ("bottom_right", case.bottom_right),
+        "softmax_scale": (case.softmax_scale, case.softmax_scale != 0),
+        "return_lse": (True, case.return_lse),
+        "window": ((case.window, 0), case.window != 0),
+        "attn_mask": (call.mask, call.mask is not None),
+        "joint": (tuple(call.text), case.text_len != 0),
+        "cu_seqlens_q": (ends, case.num_documents != 1),
+        "cu_seqlens_kv": (ends, case.num_documents != 1),
+        "dropout_p": (case.dropout_p, case.dropout_p != 0),
+        "kv_role": ("replicated", case.replicated_kv),
+        "qkv_format": (case.qkv_format, case.qkv_format != "bshd"),
+        "ulysses_degree": (case.ulysses_degree, case.ulysses_degree != 0),
+    }
+    return {name: value for name, (value, is_asked) in asked.items() if is_asked} | layouts_of(case)
+
+
+def _through_operation(backend_name: str) -> Target:
+    policy = UlyssesContextParallelPolicy(backend_name=backend_name)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
+        return ulysses_attention(q, k, v, group, policy=policy, agreement="always", **keywords_of(call))
+
+    return attend
+
+
+def _through_function(function: Callable[..., Any]) -> Target:
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    name = getattr(function, "__name__", "the function")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
+        case = call.case
+        keywords = keywords_of(call)
+        if case.lengths == case.padded_lengths and case.order == "contiguous" and not takes_all:
+            # Shapes say everything that these layouts say: a function may do without.
+            keywords = {n: x for n, x in keywords.items() if n not in ("layout", "kv_layout") or n in parameters}
+        missing = [n for n in keywords if n not in parameters and not takes_all]
+        if missing:
+            raise NotImplementedError(f"{name}() has no argument {', '.join(missing)}")
+        return function(q, k, v, group, **keywords)
+
+    return attend
+
+
+def _load_module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        try:
+            if "" not in sys.path:
+                sys.path.insert(0, "")  # a module of the user's own folder
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise TargetError(
+                f"no module {where!r} ({error}). Fix: run in the folder that holds it, or name the file: {where}.py:NAME"
+            ) from error
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise TargetError(f"no file {where}. Fix: PATH.py:NAME of a file that exists")
+    name = path.stem
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that its classes can be pickled
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find(name: str) -> Any:
+    """The class or function of "module:NAME" or "path.py:NAME"."""
+    where, _, attribute = name.rpartition(":")
+    module = _load_module(where)
+    try:
+        found = getattr(module, attribute)
+    except AttributeError as error:
+        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise TargetError(f"{where} has no {attribute!r}. Fix: one of {', '.join(names)}") from error
+    if not callable(found):
+        raise TargetError(f"{name} is a {type(found).__name__}. Fix: a function or a class")
+    return found
+
+
+def as_target(target: str | Callable[..., Any]) -> Target:
+    """The function that a rank calls. A peer is set up here, in the process of its rank.
+
+    target: a registered backend's name; "module:Class" or "path.py:Class", a subclass of UlyssesAttentionProcessor;
+            "module:function", (q, k, v, group, **options) → out or (out, lse); "peer:NAME"; or the class or function.
+    Errors: TargetError.
+    """
+    if isinstance(target, str):
+        if target in backends():
+            return _through_operation(target)
+        if target.startswith(PEER):
+            from ulysses_attention.doctor import peers
+
+            return _through_function(peers.load(target)())
+        if ":" not in target:
+            raise TargetError(
+                f"{target!r} is no registered backend ({', '.join(backends())}). "
+                f"Fix: one of these, module:Class, module:function, path.py:NAME, or peer:NAME"
+            )
+        target = _find(target)
+    if isinstance(target, type):
+        if not issubclass(target, UlyssesAttentionProcessor):
+            raise TargetError(
+                f"{target.__name__} does not inherit UlyssesAttentionProcessor, so nothing enforces the policy. "
+                f"Fix: class {target.__name__}(UlyssesAttentionProcessor), or pass a function. [CP051]"
+            )
+        name = f"examined {target.__qualname__} {next(_numbers)}"
+        register_backend(name, target)
+        return _through_operation(name)
+    return _through_function(target)
+
+
+def strategies_of(target: str | Callable[..., Any]) -> list[str]:
+    """The strategies in which a target can be called; [""] for a function without a strategy argument."""
+    known: Mapping[str, Any] = backends()
+    if isinstance(target, str) and target not in known and ":" in target and not target.startswith(PEER):
+        target = _find(target)
+    if isinstance(target, type) or (isinstance(target, str) and target in known):
+        return list(_C.known_strategies())
+    if callable(target) and "strategy" in inspect.signature(target).parameters:
+        return list(_C.known_strategies())
+    return [""]

@@ -1,0 +1,191 @@
+#include "ulysses/doctor/gradients.h"
+
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ulysses/base/text.h"
+
+namespace ulysses::doctor {
+namespace {
+
+using base::cat;
+
+constexpr double kNothing = 0;
+constexpr double kNoFactor = std::numeric_limits<double>::quiet_NaN();
+
+// c if got ≈ c · wanted, 0 if got is zero, NaN if neither; 1 where nothing is wanted.
+double factor(const at::Tensor& got, const at::Tensor& wanted, double tolerance) {
+  const double size = (wanted * wanted).sum().item<double>();
+  if (wanted.numel() == 0 || size < 1e-20) return 1;
+  const double c = (got * wanted).sum().item<double>() / size;
+  if (!std::isfinite(c)) return kNoFactor;
+  const double scale = std::max(1.0, wanted.abs().max().item<double>()) * std::max(1.0, std::abs(c));
+  const double error = (got - wanted * c).abs().max().item<double>();
+  if (!(error < tolerance * scale)) return kNoFactor;
+  return std::abs(c) < 1e-3 ? kNothing : c;
+}
+
+// factor [queries of rank i][keys of rank j] of dk or dv.
+struct Contributions {
+  std::vector<std::vector<double>> dk, dv;
+  std::vector<double> dq;  // of the own queries
+  bool complete = true;
+};
+
+Contributions measure(Examiner& examiner, const Case& c, double tolerance) {
+  Contributions found;
+  for (int64_t qr = 0; qr < c.cp_size; ++qr) {
+    Question question = make_question(c);
+    const int64_t begin = c.token_begin(qr), count = c.lengths[static_cast<size_t>(qr)];
+    const at::Tensor only = at::zeros_like(question.grad_out);
+    only.narrow(1, begin, count).copy_(question.grad_out.narrow(1, begin, count));
+    question.grad_out = only;
+    const Observation seen = examiner.observe(question);
+    found.complete = found.complete && seen.complete();
+    if (!found.complete) return found;
+    const Reference wanted = attention_reference(question);
+    std::vector<double> dk, dv;
+    for (int64_t kr = 0; kr < c.cp_size; ++kr) {
+      const auto rows = [&](const at::Tensor& x) {
+        return x.narrow(1, c.kv_token_begin(kr), c.kv_lengths[static_cast<size_t>(kr)]);
+      };
+      dk.push_back(factor(rows(seen.dk), rows(wanted.dk), tolerance));
+      dv.push_back(factor(rows(seen.dv), rows(wanted.dv), tolerance));
+    }
+    found.dk.push_back(dk);
+    found.dv.push_back(dv);
+    found.dq.push_back(factor(seen.dq.narrow(1, begin, count), wanted.dq.narrow(1, begin, count), tolerance));
+  }
+  return found;
+}
+
+// Whether every factor outside of `chosen` is zero and those inside are not.
+template <typename Chosen>
+bool only(const std::vector<std::vector<double>>& factors, const Case& c, Chosen chosen) {
+  bool any = false;
+  for (int64_t i = 0; i < c.cp_size; ++i) {
+    for (int64_t j = 0; j < c.cp_size; ++j) {
+      const auto row = static_cast<size_t>(i), column = static_cast<size_t>(j);
+      if (c.lengths[row] == 0 || c.kv_lengths[column] == 0) continue;
+      // Under a causal mask nothing is wanted above the diagonal, which reads as 1.
+      if (c.is_causal && j > i) continue;
+      const bool zero = factors[row][column] == kNothing;
+      if (chosen(i, j) == zero) return false;
+      any = any || !zero;
+    }
+  }
+  return any;
+}
+
+// The one factor of all contributions, or NaN.
+double common_factor(const std::vector<std::vector<double>>& factors, const Case& c) {
+  double common = kNoFactor;
+  for (int64_t i = 0; i < c.cp_size; ++i) {
+    for (int64_t j = 0; j < c.cp_size; ++j) {
+      if (c.is_causal && j > i) continue;
+      const double value = factors[static_cast<size_t>(i)][static_cast<size_t>(j)];
+      if (!std::isfinite(common)) common = value;
+      if (!(std::abs(value - common) < 1e-2 * std::max(1.0, std::abs(common)))) return kNoFactor;
+    }
+  }
+  return common;
+}
+
+std::string meaning(double value, const Case& c) {
+  const auto ranks = static_cast<double>(c.cp_size);
+  if (std::abs(value - ranks) < 1e-2 * ranks) return cat(" (cp_size: summed over the ranks once too often)");
+  if (std::abs(value * ranks - 1) < 1e-2) return " (1 / cp_size: averaged over the ranks instead of summed)";
+  return "";
+}
+
+Diagnosis of_contributions(const Case& c, const Contributions& found) {
+  const auto own = [](int64_t i, int64_t j) { return i == j; };
+  const bool k_own = only(found.dk, c, own), v_own = only(found.dv, c, own);
+  if ((k_own || v_own) && c.cp_size > 1)
+    return Finding{"gradient_not_reduced",
+                   cat("the gradient of ",
+                       k_own && v_own ? "k and v"
+                       : k_own        ? "k"
+                                      : "v",
+                       " holds only the own rank's queries: it is not summed over the ", c.cp_size, " ranks"),
+                   {}};
+  for (int64_t rank = 0; rank < c.cp_size && c.cp_size > 1; ++rank) {
+    const auto of_rank = [&](int64_t i, int64_t) { return i == rank; };
+    if (only(found.dk, c, of_rank) || only(found.dv, c, of_rank))
+      return Finding{
+          "gradient_of_one_rank", cat("the gradients of k and v come from the queries of rank ", rank, " only"), {}};
+  }
+  const double k = common_factor(found.dk, c), v = common_factor(found.dv, c);
+  const double q = common_factor({found.dq}, [&] {
+    Case row = c;
+    row.cp_size = 1;
+    return row;
+  }());
+  double first = 1;
+  std::vector<std::string> names;
+  for (const auto& [name, value] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
+    if (!std::isfinite(value) || std::abs(value - 1) < 1e-2) continue;
+    if (names.empty()) first = value;
+    names.emplace_back(name);
+  }
+  if (names.empty()) return std::nullopt;
+  const std::string which =
+      cat(names.size() == 1 ? "the gradient of " : "the gradients of ", base::join(names, " and "));
+  if (first == kNothing) return Finding{"no_gradient", cat(which, names.size() == 1 ? " is" : " are", " missing"), {}};
+  return Finding{"gradient_factor",
+                 cat(which, names.size() == 1 ? " is " : " are ", first, " times what it must be", meaning(first, c)),
+                 {}};
+}
+
+}  // namespace
+
+bool Duality::holds() const { return std::abs(of_values - of_output) <= allowed; }
+
+Duality measure_duality(Examiner& examiner, const Case& c) {
+  const Question question = make_question(c);
+  const Observation seen = examiner.observe(question);
+  Duality duality;
+  if (!seen.complete() || !seen.out.isfinite().all().item<bool>()) return duality;
+  const at::Tensor v = question.v.to(at::kDouble), grad_out = question.grad_out.to(at::kDouble);
+  at::Tensor products = seen.dv * v;
+  duality.complete = true;
+  duality.of_values = products.sum().item<double>();
+  duality.of_output = (grad_out * seen.out).sum().item<double>();
+  const double relative = c.dtype.ends_with("16") ? 2e-2 : 1e-4;
+  duality.allowed = relative * (grad_out * seen.out).abs().sum().item<double>();
+  return duality;
+}
+
+Finding duality_finding(const Duality& duality) {
+  return {"other_backward",
+          cat("the backward belongs to another forward: <dv, v> = ", duality.of_values,
+              " but <grad_out, out> = ", duality.of_output, ", which are equal for the same weights"),
+          {}};
+}
+
+Diagnosis explain_gradients(Examiner& examiner, const Case& c) {
+  if (!c.backward) return std::nullopt;
+  const Question question = make_question(c);
+  const Observation seen = examiner.observe(question);
+  if (!seen.complete()) return std::nullopt;
+  const auto none = [&](at::Tensor RankAnswer::*member) {
+    return std::none_of(seen.answers.begin(), seen.answers.end(),
+                        [&](const RankAnswer& answer) { return (answer.*member).defined(); });
+  };
+  if (none(&RankAnswer::dq) && none(&RankAnswer::dk) && none(&RankAnswer::dv))
+    return Finding{"no_gradient", "the output carries no gradient: backward would train nothing", {}};
+  const double tolerance = c.dtype.ends_with("16") ? 5e-2 : 1e-3;
+  const Contributions found = measure(examiner, c, tolerance);
+  if (found.complete)
+    if (Diagnosis by_rank = of_contributions(c, found)) return by_rank;
+  const Duality duality = measure_duality(examiner, c);
+  if (duality.complete && !duality.holds()) return duality_finding(duality);
+  const Verdict verdict = judge(question, seen);
+  if (verdict.kind != VerdictKind::kWrong) return std::nullopt;
+  return Finding{"gradient", cat("the gradients are wrong although the output is right: ", verdict.message), {}};
+}
+
+}  // namespace ulysses::doctor

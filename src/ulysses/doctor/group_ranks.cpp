@@ -1,0 +1,80 @@
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ulysses/doctor/ranks.h"
+
+namespace ulysses::doctor {
+namespace {
+
+// An answer as 64-bit numbers, so that it travels over any group: outcome, counts, then per tensor its dtype, sizes
+// and elements as the bits of float64.
+template <typename Answer>
+auto tensors_of(Answer& answer) {
+  return std::vector{&answer.out, &answer.lse, &answer.dq, &answer.dk, &answer.dv};
+}
+
+int64_t bits(double value) {
+  int64_t number = 0;
+  std::memcpy(&number, &value, sizeof number);
+  return number;
+}
+
+double from_bits(int64_t number) {
+  double value = 0;
+  std::memcpy(&value, &number, sizeof value);
+  return value;
+}
+
+std::vector<int64_t> pack(const RankAnswer& answer) {
+  std::vector<int64_t> numbers = {static_cast<int64_t>(answer.outcome), answer.collectives, answer.bytes_sent};
+  for (const at::Tensor* tensor : tensors_of(answer)) {
+    numbers.push_back(tensor->defined() ? static_cast<int64_t>(tensor->scalar_type()) : -1);
+    if (!tensor->defined()) continue;
+    numbers.push_back(tensor->dim());
+    numbers.insert(numbers.end(), tensor->sizes().begin(), tensor->sizes().end());
+    const at::Tensor values = tensor->to(at::kDouble).contiguous();
+    const auto* begin = values.const_data_ptr<double>();
+    std::transform(begin, begin + values.numel(), std::back_inserter(numbers), bits);
+  }
+  return numbers;
+}
+
+RankAnswer unpack(const std::vector<int64_t>& numbers, const std::string& message, const std::string& written) {
+  RankAnswer answer{static_cast<Outcome>(numbers[0]), message, {}, {}, {}, {}, {}, written, numbers[1], numbers[2]};
+  auto next = numbers.begin() + 3;
+  for (at::Tensor* tensor : tensors_of(answer)) {
+    const int64_t dtype = *next++;
+    if (dtype < 0) continue;
+    const int64_t dim = *next++;
+    const std::vector<int64_t> sizes(next, next + dim);
+    next += dim;
+    const at::Tensor values = at::empty(sizes, at::kDouble);
+    std::transform(next, next + values.numel(), values.mutable_data_ptr<double>(), from_bits);
+    next += values.numel();
+    *tensor = values.to(static_cast<at::ScalarType>(dtype));
+  }
+  return answer;
+}
+
+}  // namespace
+
+std::vector<RankAnswer> GroupRanks::ask(const Question& question) {
+  const RankAnswer mine = answer_on_rank(question, target_, group_);
+  std::vector<int64_t> numbers = pack(mine);
+  int64_t longest = 0;
+  for (const auto& length : group_.gather_numbers({static_cast<int64_t>(numbers.size())}))
+    longest = std::max(longest, length[0]);
+  numbers.resize(static_cast<size_t>(longest));
+  const auto messages = group_.gather_texts(mine.message), written = group_.gather_texts(mine.written_input);
+  std::vector<RankAnswer> answers;
+  size_t rank = 0;
+  for (const auto& packed : group_.gather_numbers(numbers)) {
+    answers.push_back(unpack(packed, messages[rank], written[rank]));
+    ++rank;
+  }
+  return answers;
+}
+
+}  // namespace ulysses::doctor

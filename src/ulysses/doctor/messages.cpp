@@ -1,0 +1,81 @@
+#include "ulysses/doctor/messages.h"
+
+#include <algorithm>
+#include <cctype>
+#include <set>
+#include <string_view>
+
+namespace ulysses::doctor {
+namespace {
+
+using Words = std::vector<std::string_view>;
+
+// Words that name what this case asks for beyond plain attention.
+Words asked_words(const Case& c) {
+  Words words;
+  const auto add = [&](bool asked, const Words& names) {
+    if (asked) words.insert(words.end(), names.begin(), names.end());
+  };
+  add(c.is_causal, {"causal"});
+  add(c.num_kv_heads != c.num_heads, {"gqa", "grouped", "kv head", "kv_head", "multi-query", "key_value"});
+  add(c.is_padded(), {"layout", "pad"});
+  add(!c.has_even_shards(), {"uneven", "layout", "unequal"});
+  add(c.kv_lengths != c.lengths, {"kv_layout", "cross"});
+  add(c.softmax_scale != 0, {"scale"});
+  add(c.return_lse, {"lse", "logsumexp"});
+  add(c.window != 0, {"window"});
+  add(c.masked_keys != 0, {"mask"});
+  add(c.text_len != 0, {"joint", "text"});
+  add(c.num_documents != 1, {"cu_seqlens", "packed", "varlen"});
+  add(c.dropout_p != 0, {"dropout"});
+  add(c.replicated_kv, {"replicated", "kv_role"});
+  add(c.qkv_format != "bshd", {"format", "bhsd"});
+  add(c.order != "contiguous", {"order", "head_tail"});
+  add(c.ulysses_degree != 0, {"degree", "mesh"});
+  add(c.backward, {"backward", "gradient"});
+  add(c.dtype == "float64", {"float64", "double"});
+  add(c.dtype == "float16", {"float16", "half"});
+  add(c.dtype == "bfloat16", {"bfloat16"});
+  return words;
+}
+
+std::set<std::string> numbers_of(const Case& c) {
+  std::set<std::string> numbers;
+  for (const int64_t number :
+       {c.cp_size, c.batch, c.num_heads, c.num_kv_heads, c.head_dim, c.value_head_dim, c.seq_len(), c.kv_seq_len()})
+    numbers.insert(std::to_string(number));
+  for (const auto& lengths : {c.lengths, c.padded_lengths, c.kv_lengths})
+    for (const int64_t length : lengths) numbers.insert(std::to_string(length));
+  return numbers;
+}
+
+// Whether a whole number of the text, outside of brackets (a list says not which size it is), is one of the case's.
+bool names_a_number(const Case& c, const std::string& text) {
+  const std::set<std::string> numbers = numbers_of(c);
+  int depth = 0;
+  for (size_t i = 0; i < text.size();) {
+    depth += (text[i] == '[' ? 1 : 0) - (text[i] == ']' ? 1 : 0);
+    size_t end = i;
+    while (end < text.size() && std::isdigit(static_cast<unsigned char>(text[end])) != 0) ++end;
+    if (end > i && depth <= 0 && numbers.count(text.substr(i, end - i)) > 0) return true;
+    i = std::max(end, i + 1);
+  }
+  return false;
+}
+
+}  // namespace
+
+bool is_clear_message(const Case& c, const std::string& message) {
+  if (message.find("[CP0") != std::string::npos) return true;
+  std::string text = message;
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char letter) { return std::tolower(letter); });
+  const auto names_any = [&](const Words& words) {
+    return std::any_of(words.begin(), words.end(),
+                       [&](std::string_view word) { return text.find(word) != std::string::npos; });
+  };
+  if (names_any(asked_words(c))) return true;
+  return names_any({"head", "seq", "token", "length", "shard", "rank", "world", "divi", "degree"}) &&
+         names_a_number(c, text);
+}
+
+}  // namespace ulysses::doctor

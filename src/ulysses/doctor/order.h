@@ -1,0 +1,17 @@
+#pragma once
+
+#include "ulysses/doctor/examiner.h"
+
+namespace ulysses::doctor {
+
+// Which KV head each query head reads: q = k = 0, v = the number of its head.
+Diagnosis explain_kv_heads(Examiner& examiner, const Case& c);
+
+// Identity probe: queries and keys are long vectors of one direction per token, so a row returns the value at its own
+// token; v holds token, head and sequence numbers, so a row that is elsewhere tells where it came from.
+Diagnosis explain_order(Examiner& examiner, const Case& c);
+
+// Inputs whose batch or heads are permuted give an output that is permuted likewise, bit for bit or nearly.
+Diagnosis explain_batch(Examiner& examiner, const Case& c);
+
+}  // namespace ulysses::doctor

@@ -1,0 +1,111 @@
+#include "ulysses/doctor/rank_answer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <exception>
+
+#include "ulysses/base/error.h"
+#include "ulysses/base/text.h"
+#include "ulysses/processors/attention.h"
+#include "ulysses/transports/recording/recording_group.h"
+
+namespace ulysses::doctor {
+namespace {
+
+using exchange::Group;
+using processors::AttentionResult;
+
+// [B, S, H, D] in the case's format, or back: both swap the same two dimensions.
+at::Tensor formatted(const at::Tensor& x, const Case& c) {
+  return c.qkv_format == "bhsd" && x.defined() && x.dim() == 4 ? x.transpose(1, 2) : x;
+}
+
+// The rank's own copy: the target may not see the other ranks' rows through the storage.
+at::Tensor leaf(const at::Tensor& shard, const Case& c) {
+  const at::Tensor x = formatted(shard, c);
+  at::Tensor own = c.strided ? x.transpose(1, 2).contiguous().transpose(1, 2).clone() : x.contiguous().clone();
+  return own.requires_grad_(c.backward);
+}
+
+std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return first_line(e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    return first_line(e.what());
+  } catch (...) {
+    return "an exception without a text";
+  }
+}
+
+void run_backward(const Question& question, const RankCall& call, const Group& group, RankAnswer& answer) {
+  if (!answer.out.defined() || !answer.out.requires_grad()) return;
+  const at::Tensor grad_out = formatted(query_shard(question.c, question.grad_out, group.rank()), call.c);
+  if (grad_out.sizes() != answer.out.sizes()) return;
+  torch::autograd::backward({answer.out}, {grad_out.to(answer.out.scalar_type())});
+  answer.dq = call.q.grad();
+  answer.dk = call.k.grad();
+  answer.dv = call.v.grad();
+}
+
+void count(const transports::Recorder& recorder, RankAnswer& answer) {
+  for (const transports::CollectiveRecord& record : recorder.records()) {
+    answer.collectives += 1;
+    answer.bytes_sent += record.bytes_sent;
+  }
+}
+
+}  // namespace
+
+Target registered_target(const std::string& backend_name) {
+  return [backend_name](const RankCall& call, const Group& group) {
+    contract::AttentionOptions options = options_of(call.c);
+    options.policy.backend_name = backend_name;
+    return processors::ulysses_attention(call.q, call.k, call.v, group, options);
+  };
+}
+
+Target processor_target(std::shared_ptr<processors::UlyssesAttentionProcessor> processor) {
+  return [processor = std::move(processor)](const RankCall& call, const Group& group) {
+    return processor->forward(call.q, call.k, call.v, group, options_of(call.c));
+  };
+}
+
+RankAnswer answer_on_rank(const Question& question, const Target& target, const Group& group) {
+  Case mine = question.c;
+  if (group.rank() == question.odd_rank) mine.is_causal = !mine.is_causal;
+  const at::AutoGradMode enabled(mine.backward);
+  RankCall call{mine, {}, {}, {}, question.mask, question.text_q, question.text_k, question.text_v};
+  call.q = leaf(query_shard(mine, question.q, group.rank()), mine);
+  call.k = leaf(kv_shard(mine, question.k, group.rank()), mine);
+  call.v = leaf(kv_shard(mine, question.v, group.rank()), mine);
+  const at::Tensor before[] = {call.q.detach().clone(), call.k.detach().clone(), call.v.detach().clone()};
+  const auto recorder = std::make_shared<transports::Recorder>();
+  const Group used = question.count_bytes ? Group(transports::record_group(group.process_group(), recorder)) : group;
+
+  RankAnswer answer;
+  try {
+    const AttentionResult result = target(call, used);
+    answer.out = result.out;
+    answer.lse = result.lse;
+    count(*recorder, answer);
+    if (mine.backward) run_backward(question, call, group, answer);
+  } catch (...) {
+    answer.outcome = Outcome::kRaised;
+    answer.message = text_of(std::current_exception());
+  }
+  const at::Tensor after[] = {call.q, call.k, call.v};
+  for (size_t i = 0; i < 3; ++i)
+    if (!at::equal(before[i], after[i].detach())) answer.written_input = "qkv"[i];
+  for (at::Tensor* tensor : {&answer.out, &answer.dq, &answer.dk, &answer.dv})
+    if (tensor->defined()) *tensor = formatted(tensor->detach().cpu(), mine);
+  if (answer.lse.defined()) answer.lse = answer.lse.detach().cpu();
+  return answer;
+}
+
+}  // namespace ulysses::doctor

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ulysses/doctor/question.h"
+#include "ulysses/exchange/group.h"
+#include "ulysses/processors/attention_processor.h"
+
+namespace ulysses::doctor {
+
+// What one rank hands to the attention under examination.
+struct RankCall {
+  const Case& c;
+  at::Tensor q, k, v;  // this rank's shards
+  at::Tensor mask, text_q, text_k, text_v;
+};
+
+// A context-parallel attention under examination, as it is called on each rank. What it raises is its answer.
+using Target = std::function<processors::AttentionResult(const RankCall& call, const exchange::Group& group)>;
+
+// The built-in operation or a registered backend, through the C++ call.
+Target registered_target(const std::string& backend_name = "ulysses");
+// A backend that need not be registered.
+Target processor_target(std::shared_ptr<processors::UlyssesAttentionProcessor> processor);
+
+enum class Outcome {
+  kReturned,
+  kRaised,
+  kCrashed,   // the process ended
+  kHung,      // no answer within the limit
+  kReleased,  // waited for another rank until that one failed
+};
+
+// What one rank answers, with its own rows only.
+struct RankAnswer {
+  Outcome outcome = Outcome::kReturned;
+  std::string message;        // first line of what it raised
+  at::Tensor out, lse;        // as returned
+  at::Tensor dq, dk, dv;      // undefined where no gradient came
+  std::string written_input;  // name of an input that the call changed
+  int64_t collectives = 0;    // counted at the group, forward
+  int64_t bytes_sent = 0;     // payload to other ranks
+};
+
+// Calls the target on this rank's part of the question, and its backward. Never throws what the target throws.
+RankAnswer answer_on_rank(const Question& question, const Target& target, const exchange::Group& group);
+
+}  // namespace ulysses::doctor

@@ -1,0 +1,239 @@
+#include "ulysses/doctor/verdict.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "ulysses/base/text.h"
+#include "ulysses/doctor/messages.h"
+#include "ulysses/processors/tensor_spec.h"
+
+namespace ulysses::doctor {
+namespace {
+
+using base::cat;
+using base::join;
+
+double bound_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 1e-12;
+    case at::kBFloat16:
+      return 0x1p-7;
+    case at::kHalf:
+      return 0x1p-10;
+    default:
+      return 1e-5;
+  }
+}
+
+// [B, H, S] as [B, S, H, 1], so that every tensor has its tokens in dim 1 and its heads in dim 2.
+at::Tensor by_tokens(const at::Tensor& lse) { return lse.transpose(1, 2).unsqueeze(3); }
+
+std::string sizes_text(at::IntArrayRef sizes) { return cat("[", join(sizes), "]"); }
+
+// Why the outcomes of the ranks leave nothing to compare; kOk if all returned.
+Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>& answers) {
+  std::vector<int64_t> raised, crashed, hung, returned;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    const auto r = static_cast<int64_t>(rank);
+    if (answers[rank].outcome == Outcome::kRaised) raised.push_back(r);
+    if (answers[rank].outcome == Outcome::kCrashed) crashed.push_back(r);
+    if (answers[rank].outcome == Outcome::kHung) hung.push_back(r);
+    if (answers[rank].outcome == Outcome::kReturned) returned.push_back(r);
+  }
+  Verdict verdict;
+  const auto set = [&](VerdictKind kind, const std::vector<int64_t>& ranks, std::string message) {
+    verdict.kind = kind;
+    verdict.ranks = ranges(ranks);
+    verdict.message = std::move(message);
+  };
+  const auto text = [&](const std::vector<int64_t>& ranks) {
+    return answers[static_cast<size_t>(ranks.front())].message;
+  };
+  if (!raised.empty() && raised.size() < answers.size()) {
+    set(VerdictKind::kOneRankOnly, raised,
+        cat("rank ", ranges(raised), " raised, the others ", hung.empty() && crashed.empty() ? "did not" : "waited",
+            ": ", text(raised)));
+  } else if (!crashed.empty()) {
+    set(VerdictKind::kCrashed, crashed, text(crashed));
+  } else if (!hung.empty()) {
+    set(VerdictKind::kHung, hung, text(hung));
+  } else if (!raised.empty()) {
+    const bool clear = std::all_of(answers.begin(), answers.end(), [&](const RankAnswer& answer) {
+      return is_clear_message(question.c, answer.message);
+    });
+    set(clear ? VerdictKind::kRefused : VerdictKind::kUnclearMessage, raised, text(raised));
+  }
+  return verdict;
+}
+
+// What keeps the tensors of one rank from being compared, or is wrong whatever their values are.
+std::string form_problem(const Question& question, const RankAnswer& answer, int64_t rank) {
+  const Case& c = question.c;
+  const int64_t rows = c.padded_lengths[static_cast<size_t>(rank)];
+  const std::vector<int64_t> out = {c.batch, rows, c.num_heads, c.value_head_dim};
+  const std::vector<int64_t> lse = {c.batch, c.num_heads, rows};
+  if (!answer.written_input.empty()) return cat("the call writes to its input ", answer.written_input);
+  if (!answer.out.defined()) return "it returns nothing";
+  if (answer.out.sizes() != at::IntArrayRef(out))
+    return cat("out has shape ", sizes_text(answer.out.sizes()), " instead of ", sizes_text(out));
+  if (answer.out.scalar_type() != question.q.scalar_type())
+    return cat("out is ", processors::dtype_name(answer.out.scalar_type()), " for ", c.dtype, " inputs");
+  if (c.return_lse && (!answer.lse.defined() || answer.lse.sizes() != at::IntArrayRef(lse)))
+    return cat("lse has shape ", answer.lse.defined() ? sizes_text(answer.lse.sizes()) : std::string("none"),
+               " instead of ", sizes_text(lse), " (batch, heads, rows)");
+  const at::Tensor padding =
+      answer.out.narrow(1, c.lengths[static_cast<size_t>(rank)], rows - c.lengths[static_cast<size_t>(rank)]);
+  if (padding.numel() > 0 && padding.to(at::kDouble).abs().max().item<double>() != 0)
+    return "the padding rows of out are not zero";
+  return "";
+}
+
+// Rows of every rank in token order. `lengths` are the real rows; an undefined part counts as zeros (no gradient came).
+at::Tensor rows_of_all(const std::vector<RankAnswer>& answers, at::Tensor RankAnswer::*member,
+                       const std::vector<int64_t>& lengths, const at::Tensor& like, bool whole_on_every_rank) {
+  std::vector<at::Tensor> parts;
+  at::Tensor sum;
+  for (size_t rank = 0; rank < answers.size(); ++rank) {
+    const at::Tensor& x = answers[rank].*member;
+    std::vector<int64_t> sizes = like.sizes().vec();
+    if (whole_on_every_rank) {
+      const at::Tensor part = x.defined() ? x.to(at::kDouble) : at::zeros(sizes, at::kDouble);
+      sum = sum.defined() ? sum + part : part;
+      continue;
+    }
+    sizes[1] = lengths[rank];
+    parts.push_back(x.defined() ? x.to(at::kDouble).narrow(1, 0, lengths[rank]) : at::zeros(sizes, at::kDouble));
+  }
+  return whole_on_every_rank ? sum : at::cat(parts, 1);
+}
+
+// One tensor against its reference, folded into the verdict if it is the worst so far.
+struct Comparison {
+  const Case& c;
+  Verdict& verdict;
+  double worst = 0;  // error / allowed
+
+  void compare(std::string_view name, const at::Tensor& got, const at::Tensor& wanted, const at::Tensor& single,
+               double bound, bool of_keys) {
+    if (wanted.numel() == 0) return;
+    const at::Tensor clean = wanted.nan_to_num(0, 0, 0);
+    const double largest = clean.abs().max().item<double>();
+    const double single_error = (single.nan_to_num(0, 0, 0) - clean).abs().max().item<double>();
+    const double allowed = bound * std::max(1.0, largest) + 2 * single_error;
+    at::Tensor error = at::where(got == wanted, at::zeros_like(wanted), (got - wanted).abs());
+    error = at::where(error.isfinite(), error, at::full_like(error, std::numeric_limits<double>::infinity()));
+    const double largest_error = error.max().item<double>();
+    if (largest_error / allowed <= worst && !verdict.tensor.empty()) return;
+    worst = largest_error / allowed;
+    verdict.error = largest_error;
+    verdict.allowed = allowed;
+    verdict.tensor = name;
+    if (worst <= 1) return;
+    verdict.kind = VerdictKind::kWrong;
+    locate(error > allowed, of_keys);
+    verdict.message = cat(name, " is off by ", verdict.error, ", allowed ", verdict.allowed, ", in tokens ",
+                          verdict.tokens, ", heads ", verdict.heads, ", ranks ", verdict.ranks);
+  }
+
+  void locate(const at::Tensor& bad, bool of_keys) {
+    const auto numbers = [&](const at::Tensor& flags) {
+      std::vector<int64_t> found;
+      for (int64_t i = 0; i < flags.numel(); ++i)
+        if (flags[i].item<bool>()) found.push_back(i);
+      return found;
+    };
+    const at::Tensor tokens = bad.any(3).any(2).any(0);
+    verdict.tokens = ranges(numbers(tokens));
+    verdict.heads = ranges(numbers(bad.any(3).any(1).any(0)));
+    std::vector<int64_t> ranks;
+    for (int64_t rank = 0; rank < c.cp_size; ++rank) {
+      const auto& lengths = of_keys ? c.kv_lengths : c.lengths;
+      const int64_t begin = of_keys ? c.kv_token_begin(rank) : c.token_begin(rank);
+      if (tokens.narrow(0, begin, lengths[static_cast<size_t>(rank)]).any().item<bool>()) ranks.push_back(rank);
+    }
+    verdict.ranks = ranges(ranks);
+  }
+};
+
+}  // namespace
+
+std::string_view to_string(VerdictKind kind) {
+  constexpr std::array<std::string_view, 7> kNames = {"ok",   "refused",       "wrong",          "crashed",
+                                                      "hung", "one_rank_only", "unclear_message"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+std::string ranges(const std::vector<int64_t>& numbers) {
+  std::vector<std::string> runs;
+  for (size_t i = 0; i < numbers.size();) {
+    size_t end = i;
+    while (end + 1 < numbers.size() && numbers[end + 1] == numbers[end] + 1) ++end;
+    runs.push_back(end == i ? cat(numbers[i]) : cat(numbers[i], "-", numbers[end]));
+    i = end + 1;
+  }
+  constexpr size_t kShown = 5;
+  if (runs.size() <= kShown) return join(runs);
+  const size_t more = runs.size() - kShown;
+  runs.resize(kShown);
+  return cat(join(runs), " and ", more, " more");
+}
+
+Observation assemble(const Question& question, std::vector<RankAnswer> answers) {
+  const Case& c = question.c;
+  Observation seen;
+  seen.answers = std::move(answers);
+  seen.failure = outcome_verdict(question, seen.answers);
+  if (!seen.complete()) return seen;
+  std::vector<int64_t> odd;
+  std::string problem;
+  for (int64_t rank = 0; rank < c.cp_size; ++rank) {
+    const std::string found = form_problem(question, seen.answers[static_cast<size_t>(rank)], rank);
+    if (found.empty()) continue;
+    if (odd.empty()) problem = found;
+    odd.push_back(rank);
+  }
+  if (!odd.empty()) {
+    seen.failure = {VerdictKind::kWrong, -1, -1, "", cat("rank ", ranges(odd), ": ", problem), "", "", ranges(odd)};
+    return seen;
+  }
+  seen.out = rows_of_all(seen.answers, &RankAnswer::out, c.lengths, question.grad_out, false);
+  if (c.return_lse) {
+    for (RankAnswer& answer : seen.answers) answer.lse = by_tokens(answer.lse);
+    seen.lse = rows_of_all(seen.answers, &RankAnswer::lse, c.lengths, question.q.narrow(3, 0, 1), false);
+  }
+  if (!c.backward) return seen;
+  seen.dq = rows_of_all(seen.answers, &RankAnswer::dq, c.lengths, question.q, false);
+  seen.dk = rows_of_all(seen.answers, &RankAnswer::dk, c.kv_lengths, question.k, c.replicated_kv);
+  seen.dv = rows_of_all(seen.answers, &RankAnswer::dv, c.kv_lengths, question.v, c.replicated_kv);
+  return seen;
+}
+
+Verdict judge(const Question& question, const Observation& seen) {
+  if (!seen.complete()) return seen.failure;
+  const Case& c = question.c;
+  Verdict verdict;
+  if (c.dropout_p > 0) return verdict;  // nothing to compare with: the duality probe looks at it
+  const at::ScalarType dtype = question.q.scalar_type();
+  const Reference wanted = attention_reference(question), single = attention_reference(question, dtype);
+  const double bound = bound_of(dtype);
+  Comparison comparison{c, verdict};
+  comparison.compare("out", seen.out, wanted.out, single.out.to(at::kDouble), bound, false);
+  if (c.return_lse) {
+    const at::Tensor lse = by_tokens(wanted.lse);
+    comparison.compare("lse", seen.lse, lse, by_tokens(single.lse), dtype == at::kDouble ? bound : 1e-4, false);
+  }
+  if (c.backward) {
+    comparison.compare("dq", seen.dq, wanted.dq, single.dq.to(at::kDouble), bound, false);
+    comparison.compare("dk", seen.dk, wanted.dk, single.dk.to(at::kDouble), bound, true);
+    comparison.compare("dv", seen.dv, wanted.dv, single.dv.to(at::kDouble), bound, true);
+  }
+  return verdict;
+}
+
+}  // namespace ulysses::doctor

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ulysses/doctor/rank_answer.h"
+#include "ulysses/doctor/reference.h"
+
+namespace ulysses::doctor {
+
+enum class VerdictKind {
+  kOk,
+  kRefused,  // on every rank, with a text that says what
+  kWrong,    // numbers, shapes or dtypes are not those of one process
+  kCrashed,  // a process ended, or the ranks' collectives did not fit together
+  kHung,
+  kOneRankOnly,     // some ranks raised, others did not
+  kUnclearMessage,  // an exception that is not ours and says nothing of what was asked
+};
+
+// "ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message".
+std::string_view to_string(VerdictKind kind);
+
+struct Verdict {
+  VerdictKind kind = VerdictKind::kOk;
+  double error = -1;                 // largest absolute error of any tensor against float64; −1: nothing was compared
+  double allowed = -1;               // its bound
+  std::string tensor;                // the one that is worst against its bound: "out", "lse", "dq", "dk", "dv"
+  std::string message;               // what was raised, or what is off
+  std::string tokens, heads, ranks;  // where it is wrong: "8-31"; "" where nothing is
+};
+
+// The rows of all ranks in token order, float64; undefined where a rank gave none or one of another shape.
+struct Observation {
+  Verdict failure;  // kOk when every rank returned what can be compared
+  at::Tensor out, lse, dq, dk, dv;
+  std::vector<RankAnswer> answers;
+  bool complete() const { return failure.kind == VerdictKind::kOk; }
+};
+
+Observation assemble(const Question& question, std::vector<RankAnswer> answers);
+
+// Compares with one process in float64. Bounds: float64 1e-12, float32 1e-5, 16-bit one unit in the last place, each
+// times the largest reference value (at least 1), plus twice the error that one process makes in the case's dtype.
+Verdict judge(const Question& question, const Observation& observation);
+
+// "0-7, 16-23" of ascending numbers; "" of none.
+std::string ranges(const std::vector<int64_t>& numbers);
+
+}  // namespace ulysses::doctor
