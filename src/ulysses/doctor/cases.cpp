@@ -74,6 +74,7 @@ const std::vector<Shape>& shapes() {
          set_uneven(c);
        }},
       {Feature::kGroupedKv, [](Case& c) { set_heads(c, 4 * c.cp_size, 2 * c.cp_size); }},
+      {Feature::kGroupedKv, [](Case& c) { set_heads(c, 6, 3); }},  // 2 and 4 ranks tear groups of two
       {Feature::kGroupedKv, [](Case& c) { set_heads(c, 12, 3); }},
       {Feature::kFewerKvHeadsThanRanks, [](Case& c) { set_heads(c, 2 * c.cp_size, 1); }},
       {Feature::kFewerKvHeadsThanRanks, [](Case& c) { set_heads(c, 3 * (c.cp_size - 1), c.cp_size - 1); }},

@@ -57,18 +57,30 @@ class Examination {
     return diagnosed_[own] = add(diagnose(examiner_, c, result.verdict), id);
   }
 
+  // The finding of the plain case, if it is wrong: a state that calls leave behind, else its diagnosis.
+  int64_t cause_of(const Case& plain, int64_t state) {
+    if (state == kNoFinding) {
+      const Verdict verdict = examiner_.check(plain);
+      if (verdict.kind != VerdictKind::kWrong) return kNoFinding;
+      state = add(diagnose(examiner_, plain, verdict), "");
+    }
+    return diagnosed_[std::tuple(plain.strategy, plain.cp_size, plain.feature)] = state;
+  }
+
   void run_probes() {
     for (const int64_t cp_size : options_.selection.worlds) {
       for (const std::string& strategy : options_.selection.strategies) {
         const Case plain = plain_case(cp_size, strategy);
+        int64_t cause = kNoFinding;  // what is wrong with the plain case explains what probes of it find
         for (const Probe& probe : all_probes()) {
           ProbeResult result{std::string(probe.name), strategy, cp_size, ProbeVerdict::kOk, "", kNoFinding};
           if (Diagnosis found = probe.run(examiner_, plain, result)) {
             result.verdict = ProbeVerdict::kWrong;
             result.detail = found->sentence;
-            result.finding = add(*found, "");
+            result.finding = cause != kNoFinding ? cause : add(*found, "");
           }
           report_.probes.push_back(result);
+          if (probe.name == "state") cause = cause_of(plain, result.finding);
         }
         draw(plain);
         Case causal = plain;

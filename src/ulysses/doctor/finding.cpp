@@ -24,6 +24,7 @@ constexpr std::array kKinds = std::to_array<Kind>({
     {"unclear_message", 6, kChecklist},
     {"desync", 6, kHangs},
     {"input_written", 9, kChecklist},
+    {"kv_content", 2, kLocal},
     {"form", 3, kChecklist},
     {"state", 9, kChecklist},
     {"not_finite", 10, kChecklist},

@@ -132,11 +132,11 @@ Diagnosis of_contributions(const Case& c, const Contributions& found) {
     names.emplace_back(name);
   }
   if (names.empty()) return std::nullopt;
-  const std::string which =
-      cat(names.size() == 1 ? "the gradient of " : "the gradients of ", base::join(names, " and "));
+  const std::string which = cat(names.size() == 1 ? "the gradient of " : "the gradients of ", base::join(names));
   if (first == kNothing) return Finding{"no_gradient", cat(which, names.size() == 1 ? " is" : " are", " missing"), {}};
   return Finding{"gradient_factor",
-                 cat(which, names.size() == 1 ? " is " : " are ", first, " times what it must be", meaning(first, c)),
+                 cat(which, names.size() == 1 ? " is " : " are ", first, " times what ",
+                     names.size() == 1 ? "it" : "they", " must be", meaning(first, c)),
                  {}};
 }
 

@@ -90,7 +90,8 @@ Finding describe(const Case& c, const Map& map) {
 }  // namespace
 
 Diagnosis explain_kv_heads(Examiner& examiner, const Case& c) {
-  if (c.text_len > 0) return std::nullopt;
+  // Where every query head has a KV head of its own, a wrong one is a matter of order.
+  if (c.text_len > 0 || c.num_kv_heads == c.num_heads) return std::nullopt;
   const at::Tensor heads = at::arange(c.num_kv_heads).view({1, 1, -1, 1}).to(at::kFloat);
   const Observation seen =
       examiner.observe(uniform_question(c, heads.expand({c.batch, c.kv_seq_len(), c.num_kv_heads, c.value_head_dim})));
@@ -133,15 +134,15 @@ Diagnosis explain_order(Examiner& examiner, const Case& c) {
   return describe(c, map);
 }
 
-Diagnosis explain_batch(Examiner& examiner, const Case& c) {
-  if (c.batch < 2 || c.text_len > 0) return std::nullopt;
+namespace {
+
+// v = the number of its sequence: which sequence's values are seen.
+Diagnosis explain_batch_of_values(Examiner& examiner, const Case& c) {
   const at::Tensor numbers = at::arange(c.batch).view({-1, 1, 1, 1}).to(at::kFloat);
   const Observation seen = examiner.observe(
       uniform_question(c, numbers.expand({c.batch, c.kv_seq_len(), c.num_kv_heads, c.value_head_dim})));
   if (!seen.complete()) return std::nullopt;
-  const at::Tensor error = (seen.out - numbers.to(at::kDouble)).abs();
-  if (!(error.max().item<double>() > 0.05)) return std::nullopt;
-  const at::Tensor rows = error.amax({2, 3});  // [B, S]
+  const at::Tensor rows = (seen.out - numbers.to(at::kDouble)).abs().amax({2, 3});  // [B, S]
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t i = 0; i < c.seq_len(); ++i)
       if (rows[b][i].item<double>() > 0.05)
@@ -150,6 +151,39 @@ Diagnosis explain_batch(Examiner& examiner, const Case& c) {
                            " sees have the mean number ", seen.out[b][i][0][0].item<double>(), " instead of ", b),
                        {}};
   return std::nullopt;
+}
+
+// Other keys in one sequence: the outputs of that one must change, those of the others must not.
+Diagnosis explain_batch_of_keys(Examiner& examiner, const Case& c) {
+  Case forward = c;
+  forward.backward = false;
+  const Question base = make_question(forward), other = make_question(forward, /*seed=*/2);
+  const Observation before = examiner.observe(base);
+  for (int64_t changed = 0; changed < c.batch && before.complete(); ++changed) {
+    Question question = base;
+    question.k = base.k.clone();
+    question.k.select(0, changed).copy_(other.k.select(0, changed));
+    const Observation after = examiner.observe(question);
+    if (!after.complete()) return std::nullopt;
+    for (int64_t b = 0; b < c.batch; ++b) {
+      const bool moved = (after.out[b] - before.out[b]).abs().max().item<double>() > 0;
+      if (moved == (b == changed)) continue;
+      return Finding{
+          "batch_mixed",
+          cat("the sequences of a batch are mixed: the keys of sequence ", changed,
+              moved ? " influence the outputs of sequence " : " don't influence the outputs of sequence ", b),
+          {}};
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+Diagnosis explain_batch(Examiner& examiner, const Case& c) {
+  if (c.batch < 2 || c.text_len > 0) return std::nullopt;
+  if (Diagnosis found = explain_batch_of_values(examiner, c)) return found;
+  return explain_batch_of_keys(examiner, c);
 }
 
 }  // namespace ulysses::doctor

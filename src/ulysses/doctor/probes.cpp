@@ -60,6 +60,14 @@ Diagnosis probe_causal_reach(Examiner& examiner, const Case& plain, ProbeResult&
   return reach_of(examiner, c, result);
 }
 
+// Fewer queries than keys: the mask's alignment shows.
+Diagnosis probe_cross_reach(Examiner& examiner, const Case& plain, ProbeResult& result) {
+  Case c = plain;
+  c.is_causal = true;
+  c.kv_lengths.assign(c.kv_lengths.size(), 11);
+  return reach_of(examiner, c, result);
+}
+
 // q = k = 0 and v = 1: every output is 1, and lse is the logarithm of the number of visible keys.
 Diagnosis probe_uniform(Examiner& examiner, const Case& plain, ProbeResult& result) {
   Case c = forward_only(plain);
@@ -88,11 +96,16 @@ Diagnosis probe_identity(Examiner& examiner, const Case& plain, ProbeResult& res
 }
 
 Diagnosis probe_kv_heads(Examiner& examiner, const Case& plain, ProbeResult& result) {
-  Case c = forward_only(plain);
-  c.num_heads = 4 * c.cp_size;
-  c.num_kv_heads = 2 * c.cp_size;
-  if (!observe(examiner, make_question(c), result).complete()) return std::nullopt;
-  return explain_kv_heads(examiner, c);
+  // Whole groups on every rank, and groups that the ranks tear.
+  for (const auto& [num_heads, num_kv_heads] :
+       {std::pair{4 * plain.cp_size, 2 * plain.cp_size}, {int64_t{6}, int64_t{3}}}) {
+    Case c = forward_only(plain);
+    c.num_heads = num_heads;
+    c.num_kv_heads = num_kv_heads;
+    if (!observe(examiner, make_question(c), result).complete()) return std::nullopt;
+    if (Diagnosis found = explain_kv_heads(examiner, c)) return found;
+  }
+  return std::nullopt;
 }
 
 // Twice v1 plus v2 gives twice out1 plus out2, for the same q and k.
@@ -246,6 +259,7 @@ const std::vector<Probe>& all_probes() {
       {"state", probe_state},  // first: later ones would be its second call
       {"reach", probe_reach},
       {"causal_reach", probe_causal_reach},
+      {"cross_reach", probe_cross_reach},
       {"uniform", probe_uniform},
       {"identity", probe_identity},
       {"kv_heads", probe_kv_heads},

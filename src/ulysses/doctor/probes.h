@@ -14,8 +14,8 @@ struct Probe {
   Diagnosis (*run)(Examiner& examiner, const Case& plain, ProbeResult& result);
 };
 
-// reach, causal_reach, uniform, identity, kv_heads, linearity, duality, dropout_duality, shard_invariance,
-// batch_permutation, head_permutation, stride, large_scores, state, desync, communication.
+// state, reach, causal_reach, cross_reach, uniform, identity, kv_heads, linearity, duality, dropout_duality,
+// shard_invariance, batch_permutation, head_permutation, stride, large_scores, desync, communication.
 const std::vector<Probe>& all_probes();
 
 }  // namespace ulysses::doctor

@@ -270,7 +270,7 @@ Diagnosis explain_weights(Examiner&, const Case& c, const Weights& weights) {
     const Numbers queries(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
     return Finding{"not_finite", cat("the output of queries ", ranges(queries), " is not finite"), {}};
   }
-  for (const auto& look : {rank_pattern, dropped_keys, lost_weight, causal_pattern, doubled_keys})
+  for (const auto& look : {causal_pattern, rank_pattern, dropped_keys, lost_weight, doubled_keys})
     if (Diagnosis found = look(table)) return found;
   if (const std::string missing = missing_text(table); !missing.empty()) return Finding{"missing_keys", missing, {}};
   const std::string seen = seen_text(table);

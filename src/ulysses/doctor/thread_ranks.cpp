@@ -71,8 +71,8 @@ std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
   const auto all_arrived = [&] {
     return std::find(meeting->arrived.begin(), meeting->arrived.end(), false) == meeting->arrived.end();
   };
-  // The world's own limit ends every wait for another rank; twice that catches a rank that waits for something else.
-  meeting->wake.wait_for(lock, 2 * hang_limit_, all_arrived);
+  // The world's own limit ends every wait for another rank; a second more catches one that waits for something else.
+  meeting->wake.wait_for(lock, hang_limit_ + std::chrono::seconds(1), all_arrived);
   const std::vector<bool> arrived = meeting->arrived;
   std::vector<RankAnswer> answers(arrived.size());
   for (size_t rank = 0; rank < arrived.size(); ++rank) {
@@ -81,7 +81,7 @@ std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
       classify(answers[rank], hang_limit_);
     } else {
       answers[rank].outcome = Outcome::kHung;
-      answers[rank].message = base::cat("no answer within ", 2 * hang_limit_.count() / 1000, " s");
+      answers[rank].message = base::cat("no answer within ", hang_limit_.count() / 1000, " s");
       ++stuck_threads_;
     }
   }
