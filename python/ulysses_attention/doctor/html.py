@@ -1,4 +1,4 @@
-"""The doctor's report as one static page: no script, nothing loaded, readable offline, on a phone, dark and in print."""
+"""The doctor's report as one static page: no script, nothing loaded; for desktop, phone, dark mode and print."""
 
 from __future__ import annotations
 
@@ -45,5 +45,6 @@ def render_html(report: Report) -> str:
         right_drawings=[drawing for drawing in drawings if not drawing.wrong_cells],
         loose_probes=[p for p in report["probes"] if p["verdict"] == "wrong" and p["finding"] is None],
         shades=picture.SHADES,
+        words=WORDS,
         legend=[(verdict, WORDS[verdict], VERDICTS[verdict]) for verdict in reversed(SEVERITY)],
     )
