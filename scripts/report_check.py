@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import pathlib
+import select
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from PIL import Image
 VIEWS = {"phone": (390, 844, False), "desktop": (1200, 900, False), "dark": (1200, 900, True)}
 PICTURE_HEIGHT = 900  # of a page without a reach picture; else down to the end of its key
 MAX_PICTURE_BYTES = 250_000
+TIMEOUT_S = 60
 MIN_FONT_PX = 9.5  # what a text of the page is drawn with, pictures scaled to the screen too
 # Texts drawn too small, and tables that reach out of their box. Runs in the browser; the page itself has no script.
 MEASURE = """(() => {
@@ -57,7 +59,7 @@ class Browser:
     """One tab of headless Chromium, driven over its debugging pipe: no port, no driver program."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
-        self._to, self._from = to_browser, os.fdopen(from_browser, "rb")
+        self._to, self._from = to_browser, from_browser
         self._numbers = itertools.count(1)
         self._session: str | None = None
         self._rest = b""
@@ -69,7 +71,9 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            data = os.read(self._from.fileno(), 1 << 16)
+            if not select.select([self._from], [], [], TIMEOUT_S)[0]:
+                raise RuntimeError(f"Chromium did not answer within {TIMEOUT_S} s")
+            data = os.read(self._from, 1 << 16)
             if not data:
                 raise RuntimeError("Chromium ended")
             self._rest += data
@@ -142,10 +146,15 @@ def browser() -> Iterator[Browser]:
         os.close(their_read)
         os.close(their_write)
         try:
-            yield Browser(our_write, our_read)
+            tab = Browser(our_write, our_read)
+            yield tab
+            tab.call("Browser.close")  # it then ends its own processes
+            process.wait(TIMEOUT_S)
         finally:
             process.terminate()
             process.wait()
+            os.close(our_write)
+            os.close(our_read)
 
 
 def check_view(name: str, tab: Browser, url: str, folder: pathlib.Path) -> Iterator[str]:

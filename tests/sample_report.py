@@ -40,6 +40,33 @@ ROWS: list[tuple[str, str, int, str, str, float | None, str]] = [
     ("window", "allgather_kv", 2, "plain", "refused", None, "[attention] two: [CP041]; window with lse [CP048]"),
     ("window", "allgather_kv", 4, "plain", "refused", None, "attention() got an unexpected keyword argument 'window'"),
 ]
+PROBES: list[dict[str, Any]] = [
+    {"name": "reach", "strategy": "ulysses", "cp_size": 4, "verdict": "ok", "detail": "", "finding": None},
+    {
+        "name": "reach",
+        "strategy": "allgather_kv",
+        "cp_size": 4,
+        "verdict": "wrong",
+        "detail": "keys 0-7 do not reach queries 8-22",
+        "finding": 0,
+    },
+    {
+        "name": "linearity",
+        "strategy": "allgather_kv",
+        "cp_size": 4,
+        "verdict": "wrong",
+        "detail": "attention of 2 v is not 2 × attention of v",
+        "finding": None,
+    },
+    {
+        "name": "heads",
+        "strategy": "ulysses",
+        "cp_size": 2,
+        "verdict": "not_applicable",
+        "detail": "one head",
+        "finding": None,
+    },
+]
 
 
 def _case(row: tuple[str, str, int, str, str, float | None, str]) -> dict[str, Any]:
@@ -92,33 +119,7 @@ def sample() -> Report:
         "summary": {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in verdicts},
         "exit_status": 1,
         "cases": cases,
-        "probes": [
-            {"name": "reach", "strategy": "ulysses", "cp_size": 4, "verdict": "ok", "detail": "", "finding": None},
-            {
-                "name": "reach",
-                "strategy": "allgather_kv",
-                "cp_size": 4,
-                "verdict": "wrong",
-                "detail": "keys 0-7 do not reach queries 8-22",
-                "finding": 0,
-            },
-            {
-                "name": "linearity",
-                "strategy": "allgather_kv",
-                "cp_size": 4,
-                "verdict": "wrong",
-                "detail": "attention of 2 v is not 2 × attention of v",
-                "finding": None,
-            },
-            {
-                "name": "heads",
-                "strategy": "ulysses",
-                "cp_size": 2,
-                "verdict": "not_applicable",
-                "detail": "one head",
-                "finding": None,
-            },
-        ],
+        "probes": [dict(probe) for probe in PROBES],
         "findings": [
             {
                 "kind": "local_only",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -87,22 +87,21 @@ class Progress:
         return line
 
 
-def _longest_word(texts: Iterator[str]) -> int:
+def _longest_word(texts: Iterable[str]) -> int:
     return max((len(word) for text in texts for word in text.split()), default=0)
 
 
-def _column_groups(matrix: Matrix, width: int) -> list[list[tuple[str, int]]]:
-    """Columns of each table: all in one if they fit, else a table per strategy, cut further where it must be.
+def _least_width(matrix: Matrix, column: tuple[str, int]) -> int:
+    """A cell may break between its words, never inside one."""
+    texts = [cell.text for key, cell in matrix.cells.items() if key[1:] == column]
+    return _longest_word([plain(column_name(*column)), *texts])
 
-    A cell may break between its words, so a column is as wide as its longest word.
-    """
+
+def _column_groups(matrix: Matrix, width: int) -> list[list[tuple[str, int]]]:
+    """Columns of each table: all in one if they fit, else a table per strategy, cut further where it must be."""
 
     def needed(columns: list[tuple[str, int]]) -> int:
-        total = _longest_word(iter(matrix.features)) + 2
-        for column in columns:
-            texts = [cell.text for key, cell in matrix.cells.items() if key[1:] == column]
-            total += _longest_word(iter([column_name(*column), *texts])) + 2
-        return total
+        return _longest_word(matrix.features) + sum(2 + _least_width(matrix, column) for column in columns) + 1
 
     if needed(list(matrix.columns)) <= width:
         return [list(matrix.columns)]
@@ -119,7 +118,8 @@ def _table(matrix: Matrix, columns: list[tuple[str, int]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("feature", no_wrap=True)
     for column in columns:
-        table.add_column(Text(plain(column_name(*column)).replace(" ", "\n")))
+        header = Text(plain(column_name(*column)).replace(" ", "\n"))
+        table.add_column(header, min_width=_least_width(matrix, column))
     for feature in matrix.features:
         cells = [matrix.cells.get((feature, *column)) for column in columns]
         if any(cells):
