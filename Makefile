@@ -19,7 +19,7 @@ CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.
 CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
 PYTHON_DIRS = python tests examples scripts
 
-.PHONY: setup build demo demo-cpp test test-fast lint format docs clean core dev asan tsan
+.PHONY: setup build demo demo-cpp test test-fast lint format docs report-check clean core dev asan tsan
 
 setup:
 	@scripts/setup.sh
@@ -73,6 +73,14 @@ format: setup
 docs: build
 	@$(BIN)/ulysses guide > build/guide.md && mv build/guide.md docs/guide.md
 	@$(BIN)/ulysses guide --errors > build/errors.md && mv build/errors.md docs/errors.md
+	@$(BIN)/python -m ulysses_attention.doctor.schema > build/doctor-report.md
+	@mv build/doctor-report.md docs/doctor-report.md
+
+# The page of a real run, as a browser shows it; its top is the README's picture. A wrong target is exit 1 of the doctor.
+report-check: build
+	@rm -f build/report.html
+	@$(BIN)/ulysses doctor tests/mutants/local_kv.py:attention --html build/report.html || true
+	@$(BIN)/python scripts/report_check.py build/report.html docs/images/doctor.png
 
 clean:
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

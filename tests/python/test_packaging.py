@@ -116,6 +116,18 @@ def test_pip_install_brings_the_command(installed: Path) -> None:
     assert "pad to 3008" in run(installed / "ulysses", "guide").stdout
 
 
+def test_pip_install_brings_the_files_of_the_doctors_page(installed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(
+        f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\n"
+        "from sample_report import SENTENCE, sample\n"
+        "from ulysses_attention.doctor import html\n"
+        "assert 'site-packages' in html.__file__, html.__file__\n"
+        "assert SENTENCE in html.render_html(sample())\n"
+    )
+    run(installed / "python", script)
+
+
 def test_another_torch_version_is_a_clear_error_at_import(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text("import torch\ntorch.__version__ = '2.99.0'\nimport ulysses_attention\n")

@@ -158,8 +158,7 @@ def _type_problems(value: Any, hint: Any, where: str) -> Iterator[str]:
             yield f"{where}: {value!r:.60} is no {_name(hint)} with fields"
             return
         fields = _fields(hint)
-        for name in value.keys() - fields.keys():
-            yield f"{where}: unknown field {name!r}"
+        yield from (f"{where}: unknown field {name!r}" for name in value if name not in fields)
         for name, (field_hint, _) in fields.items():
             if name in value:
                 yield from _type_problems(value[name], field_hint, f"{where}.{name}")
