@@ -76,7 +76,8 @@ std::string render_symptoms() {
 ### It hangs, or the process dies inside Gloo
 
 - Cause: the ranks call different collectives, or with different sizes.
-- Ours: CP060 names rank, field and both values before data moves; CP062 names the rank that raised or never came.
+- Ours: CP060 names rank, field and both values before data moves; CP062 names the rank that raised or never came, and
+  over a process group, after its timeout or a lost connection, which ranks failed too and in what.
 - Fix: the same arguments on every rank; rerun with `agreement="always"`.
 )");
 }
@@ -154,8 +155,10 @@ register_backend("my_backend", MyBackend)
 - Prove it: `check_attention(lambda q, k, v: MyBackend().forward(q, k, v, group), group)` on every rank.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
-- What `attend()` raises on one rank only, raises there. Thread ranks unblock the others at once, with an error that names the
-  rank; over a process group they wait for its timeout.
+- What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with
+  the first line of it), and the group stays usable. Without, thread ranks unblock the others at once, with an error that
+  names the rank; over a process group they wait for its timeout, and CP062 then names the rank that never came.
+- What goes wrong in backward is not compared.
 )";
 
 constexpr std::string_view kGradients = R"(
@@ -195,7 +198,8 @@ constexpr std::string_view kAgreement = R"(
 
 Before data moves the ranks compare a fingerprint of the call: op, options, dtype, shapes, policy, layout, requires_grad and
 each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads) and, over a
-process group, on the first use of each signature. `"always"` compares on every call over any transport; `"off"` trusts.
+process group, on the first use of each signature. `"always"` compares on every call over any transport, and once more how
+`attend()` ended on each rank (CP067); `"off"` trusts.
 
 - What "auto" cannot see over a process group: a rank that later leaves the agreed signature, for example by another
   `requires_grad`. With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
