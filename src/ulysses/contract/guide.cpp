@@ -76,8 +76,7 @@ std::string render_symptoms() {
 ### It hangs, or the process dies inside Gloo
 
 - Cause: the ranks call different collectives, or with different sizes.
-- Ours: CP060 names rank, field and both values before data moves; CP062 names the rank that raised or never came, and
-  over a process group, after its timeout or a lost connection, which ranks failed too and in what.
+- Ours: CP060 names rank, field and both values before data moves; CP062 the ranks that raised, failed or never came.
 - Fix: the same arguments on every rank; rerun with `agreement="always"`.
 )");
 }
