@@ -108,8 +108,8 @@ def test_a_late_answer_and_wrong_numbers_are_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(faults, "LIMIT_S", 1.0)
     (late,) = run_faults(2, "threads")
     assert late.verdict == "wrong" and late.problem.startswith("the slowest rank took 1.5 s of 1")
-    attend = faults._Backend.attend
-    monkeypatch.setattr(faults._Backend, "attend", lambda *call: attend(*call) + 1)
+    attention = faults._attention
+    monkeypatch.setattr(faults, "_attention", lambda *call: attention(*call) + 1)
     monkeypatch.setattr(faults, "LIMIT_S", 10.0)
     (off,) = run_faults(2, "threads")
     assert off.verdict == "wrong" and "rank 1, before the fault: wrong numbers, off by 1" in off.problem

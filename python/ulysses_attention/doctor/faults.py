@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from ulysses_attention.attention import ulysses_attention
 from ulysses_attention.launch import ProcessRanks, RankError, post
-from ulysses_attention.processor import AttendCall, UlyssesAttentionProcessor
+from ulysses_attention.processor import AttendCall
 from ulysses_attention.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -137,20 +138,9 @@ SCENARIOS = {
 }
 
 
-class _Backend(UlyssesAttentionProcessor):
-    """Torch's attention, and a fault before it."""
-
-    supports = frozenset({"is_causal"})
-
-    def __init__(self, act: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._act = act
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> torch.Tensor:
-        if self._act is not None:
-            self._act()
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=call.is_causal).transpose(1, 2)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
 
 
 def _call(rank: int, group: ProcessGroup, act: Callable[[], None] | None = None, **options: Any) -> str:
@@ -160,8 +150,14 @@ def _call(rank: int, group: ProcessGroup, act: Callable[[], None] | None = None,
     q, k, v = torch.randn(3, 1, rows * world, world, 8, generator=generator, dtype=torch.float64)
     mine = slice(rows * rank, rows * (rank + 1))
     local_q, local_k, local_v = (x[:, mine].float() for x in (q, k, v))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> torch.Tensor:
+        if act is not None:
+            act()
+        return _attention(q, k, v, call.is_causal)
+
     try:
-        out = _Backend(act).forward(local_q, local_k, local_v, group, **options)
+        out = ulysses_attention(local_q, local_k, local_v, group, kernel=attend, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     weights = torch.einsum("bqhd,bkhd->bhqk", q[:, mine], k).div(8**0.5).softmax(-1)
