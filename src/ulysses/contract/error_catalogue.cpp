@@ -108,6 +108,10 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
     {"CP067", kMismatch, "attend() failed on another rank",
      "the local attention raised there, or returned a wrong shape; seen by all under `agreement=\"always\"`",
      "repair what the named rank raised; the group stays usable"},
+    {"CP068", kMismatch, "tensors differ between ranks",
+     "`check_same` found other values, another dtype or shape, or a missing tensor; often a seed that only one rank "
+     "set",
+     "the same seed on every rank, or a broadcast; the group stays usable"},
     {"CP070", kUnsupported, "another torch version", "the library was built for another torch than the one imported",
      "install the torch in the message, or rebuild"},
     {"CP099", kInternal, "internal error", "the Python and the C++ part of this library do not fit each other",

@@ -81,6 +81,17 @@ std::string render_symptoms() {
 )");
 }
 
+constexpr std::string_view kSameEverywhere = R"(
+### Static, or noise in part of the picture
+
+- Cause: what must be equal on every rank is not. Without a common seed each rank draws its own noise, and only one rank's
+  slice of the picture fits the rest; the same happens with weights or text embeddings that one rank loaded otherwise.
+- Ours: `check_same({"noise": noise, "text": text}, group)` on every rank raises CP068, naming the tensor and the ranks that
+  differ. It compares exact checksums: one small collective, no data. Nothing calls it unless you do.
+- Fix: the same seed on every rank (`torch.Generator().manual_seed(0)`), the whole tensor drawn before `layout.shard`, or a
+  broadcast.
+)";
+
 std::string render_rules() {
   std::string text =
       "\n## Rules and defaults\n\nThe fields of `UlyssesContextParallelPolicy`. Every one steers behaviour or is "
@@ -241,7 +252,7 @@ std::string render_capability_table() {
 std::string render_guide(std::string_view recipe_source) {
   while (!recipe_source.empty() && recipe_source.back() == '\n') recipe_source.remove_suffix(1);
   return cat(
-      kOpening, render_symptoms(), render_rules(),
+      kOpening, render_symptoms(), kSameEverywhere, render_rules(),
       "\n## What each strategy supports\n\nThe operation's refusals are read from this table.\n\n",
       render_capability_table(), kChecklist, kBackend, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "
