@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_fault_that_others_do_not_hear_of_is_wrong(monkeypatch: pytest.MonkeyP
     raises = faults.dataclasses.replace(faults.SCENARIOS["raises"], options={}, group_lives=False)
     never = faults.dataclasses.replace(faults.SCENARIOS["slow"], act=None, others=("other numbers",))
     monkeypatch.setattr(faults, "SCENARIOS", {"raises": raises, "slow": never})
-    monkeypatch.setattr(faults, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(faults, "TIMEOUT_S", 2.0)
     wrong, also_wrong = run_faults(2, "threads")
     assert wrong.verdict == "wrong" and "rank 0 did not get ['[CP067]'" in wrong.problem
     assert also_wrong.verdict == "wrong" and also_wrong.problem == "rank 0 did not get ['other numbers']"
@@ -107,7 +108,7 @@ def test_a_late_answer_and_wrong_numbers_are_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(faults, "SCENARIOS", {"slow": faults.SCENARIOS["slow"]})
     monkeypatch.setattr(faults, "LIMIT_S", 1.0)
     (late,) = run_faults(2, "threads")
-    assert late.verdict == "wrong" and late.problem.startswith("the slowest rank took 1.5 s of 1")
+    assert late.verdict == "wrong" and re.fullmatch(r"the slowest rank took \d+\.\d s of 1", late.problem)
     attention = faults._attention
     monkeypatch.setattr(faults, "_attention", lambda *call: attention(*call) + 1)
     monkeypatch.setattr(faults, "LIMIT_S", 10.0)
