@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
 
-from ulysses_attention import SequenceLayout, UlyssesAttentionProcessor, UlyssesContextParallelPolicy, register_backend
+from ulysses_attention import (
+    SequenceLayout,
+    UlyssesAttentionProcessor,
+    UlyssesContextParallelPolicy,
+    check_same,
+    register_backend,
+)
 from ulysses_attention.launch import run_processes
 
 IMAGE_TOKENS, TEXT_TOKENS = 21, 8  # 29 together: odd, and no multiple of 2 or 3
@@ -105,6 +111,7 @@ def make_inputs() -> dict[str, torch.Tensor]:
 def compare(rank: int, group: Any) -> tuple[float, float]:
     """The largest output difference to the single process: (through FluxProcessor, under local K/V)."""
     model, inputs, world = make_model(), make_inputs(), group.size()
+    check_same(inputs | model.state_dict(), group)  # drawn from the same seeds; other noise on one rank would be static
     expected = model(**inputs, return_dict=False)[0]
 
     image = SequenceLayout(IMAGE_TOKENS, world, EXACT)

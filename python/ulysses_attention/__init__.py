@@ -9,7 +9,7 @@ from ulysses_attention._load import __version__, load_core
 load_core()
 
 from ulysses_attention.attention import ulysses_attention  # noqa: E402
-from ulysses_attention.check import check_attention  # noqa: E402
+from ulysses_attention.check import check_attention, check_same  # noqa: E402
 from ulysses_attention.launch import run_processes  # noqa: E402
 from ulysses_attention.layout import SequenceLayout  # noqa: E402
 from ulysses_attention.policy import UlyssesContextParallelPolicy  # noqa: E402
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "backends",
     "check_attention",
+    "check_same",
     "register_backend",
     "run_processes",
     "run_ranks",

@@ -60,7 +60,8 @@ def ulysses_attention(
     Dtype:  any float; lse float32 (float64 for float64). Under autocast q, k and v are cast as torch's attention does.
     Comm:   every rank of the group must call it. strategy="ulysses": two collectives (three if q and k/v are sharded
             differently); "allgather_kv": one; as many in backward. A group of one: none. First call with new options:
-            one small collective in which the ranks compare them (agreement="always": every call, "off": never).
+            one small collective in which the ranks compare them (agreement="always": every call, and one more in which
+            they say how the local attention ended; "off": never).
     layout, kv_layout: which rank holds which tokens; needed for shards of different length and for padded shards.
     kernel: "auto", a registered name, or a function (q, k, v, call) -> out or (out, lse).
     Errors: ValueError, NotImplementedError or RuntimeError whose text ends in an id; docs/errors.md lists them. Options

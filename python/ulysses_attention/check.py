@@ -1,8 +1,8 @@
-"""One call in your own script: is this attention right over this group?"""
+"""Calls in your own script: is this attention right over this group, and are these tensors equal on every rank?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AttentionCheck", "check_attention"]
+__all__ = ["AttentionCheck", "check_attention", "check_same"]
 
 
 def check_attention(
@@ -40,3 +40,14 @@ def check_attention(
             f"lambda q, k, v: backend.forward(q, k, v, group)"
         )
     return _C.check_attention(fn, resolve_group(group)[0], is_causal)
+
+
+def check_same(tensors: Mapping[str, torch.Tensor], group: ProcessGroup | DeviceMesh | None = None) -> None:
+    """Raise on every rank if a tensor that must be equal on all of them is not: noise, weights, text embeddings.
+
+    tensors: by name; dense, any dtype and shape. Equal means bit for bit: dtype, shape and values.
+    Comm:   one small collective, two more if anything differs; every rank must call it. Checksums travel, no data.
+    Errors: RuntimeError (CP068) naming each tensor that differs and the ranks that differ from the majority, or from
+            rank 0 where there is none; the group stays usable. CP063 without a group.
+    """
+    _C.check_same(dict(tensors), resolve_group(group)[0])

@@ -59,8 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
     part.add_argument("--errors", action="store_true", help="the list of error ids instead")
     part.add_argument("--table", action="store_true", help="only the table of what is supported")
 
-    demo = commands.add_parser("demo", add_help=False, help="train a small model three ways and compare")
-    demo.add_argument("arguments", nargs=argparse.REMAINDER)
+    for name, purpose in (
+        ("demo", "train a small model three ways and compare"),
+        ("doctor", "what of a backend works, what is refused, what is silently wrong"),
+        ("repro", "ask one case of the doctor again"),
+    ):
+        commands.add_parser(name, add_help=False, help=purpose).add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
 
 
@@ -90,10 +94,14 @@ def _guide(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 a problem was found, 2 wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:  # the demo parses its own options
+    if arguments[:1] == ["demo"]:  # these parse their own options
         from . import demo
 
         return demo.main(arguments[1:])
+    if arguments[:1] in (["doctor"], ["repro"]):
+        from .doctor import command
+
+        return command.doctor(arguments[1:]) if arguments[0] == "doctor" else command.repro(arguments[1:])
     options = build_parser().parse_args(arguments)
     return _check(options) if options.command == "check" else _guide(options)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 __all__ = ["ProcessRanks", "RankError", "post", "run_processes"]
 
-_GRACE_S = 0.5  # after the first failure: time for the other ranks to report theirs
+_GRACE_S = 0.5  # after the first failure: time for the other ranks to report theirs, unless run() is told another
 _START_TIMEOUT_S = 120.0  # to import torch and join the group
 
 _to_parent: Connection | None = None  # set in a rank process only
@@ -88,6 +88,11 @@ class ProcessRanks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids in rank order; empty before the first run() and after close()."""
+        return tuple(process.pid for process in self._processes)
+
     def device(self, rank: int) -> torch.device:
         """The device on which a rank's tensors live."""
         return torch.device("cuda", rank) if self.backend == "nccl" else torch.device("cpu")
@@ -98,9 +103,12 @@ class ProcessRanks:
         *args: Any,
         timeout_s: float | None = None,
         on_post: Callable[[int, Any], None] | None = None,
+        grace_s: float = _GRACE_S,
     ) -> list[Any]:
         """fn(rank, group, *args) on every rank; results in rank order. on_post(rank, value) gets what ranks post().
 
+        Units:  timeout_s, seconds for the run; grace_s, seconds that the others get after the first failure, to say how
+                it looks from there: ranks that wait for a lost one need the timeout of their group.
         Errors: RankError with the traceback of the first rank that failed; TimeoutError. Both end the processes.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -110,7 +118,7 @@ class ProcessRanks:
                 self._start()
             for pipe in self._pipes:
                 pipe.send_bytes(task)
-            return self._collect(limit_s, on_post or (lambda rank, value: None), fn)
+            return self._collect(limit_s, on_post or (lambda rank, value: None), fn, grace_s)
         except BrokenPipeError:
             ended = {r: f"the process ended between two runs: exit code {code}" for r, code in self._ended().items()}
             self._kill()
@@ -149,7 +157,9 @@ class ProcessRanks:
             theirs.close()
         self._collect(max(_START_TIMEOUT_S, self.timeout_s), lambda rank, value: None, _serve)
 
-    def _collect(self, limit_s: float, on_post: Callable[[int, Any], None], fn: Callable[..., Any]) -> list[Any]:
+    def _collect(
+        self, limit_s: float, on_post: Callable[[int, Any], None], fn: Callable[..., Any], grace_s: float = _GRACE_S
+    ) -> list[Any]:
         """One answer from every rank, or an error that says which rank gave which."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -172,7 +182,7 @@ class ProcessRanks:
                     results[rank] = value
                 else:
                     if not failures:
-                        deadline = time.monotonic() + _GRACE_S
+                        deadline = time.monotonic() + grace_s
                     failures[rank] = value
         if failures:
             raise RankError(next(iter(failures)), failures)

@@ -22,6 +22,7 @@
 #include "ulysses/contract/attention_spec.h"
 #include "ulysses/contract/policy.h"
 #include "ulysses/doctor/check_attention.h"
+#include "ulysses/doctor/check_same.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/partition/sequence_layout.h"
 #include "ulysses/processors/attention.h"
@@ -36,6 +37,7 @@ using base::ErrorKind;
 using contract::AttentionOptions;
 using contract::UlyssesContextParallelPolicy;
 using doctor::check_attention;
+using doctor::check_same;
 using exchange::Group;
 using kernels::KernelOutput;
 using partition::SequenceLayout;

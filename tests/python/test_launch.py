@@ -32,6 +32,11 @@ def _die_on(rank: int, group: Any, bad: int) -> None:
     dist.barrier(group)
 
 
+def _fail_in_turn(rank: int, group: Any) -> None:
+    time.sleep(rank)
+    raise KeyError(f"reason {rank}")
+
+
 def _sleep(rank: int, group: Any) -> None:
     time.sleep(60 if rank == 1 else 0)
 
@@ -67,13 +72,17 @@ def test_posted_values_arrive(gloo: Any) -> None:
 def test_a_failing_rank_ends_the_others_and_the_world_restarts() -> None:
     with ProcessRanks(2) as ranks:
         pids = ranks.run(_pid)
+        assert ranks.pids == tuple(pids)
         start = time.monotonic()
         with pytest.raises(RankError, match=r"(?s)rank 1 failed.*_fail_on.*the reason") as caught:
             ranks.run(_fail_on, 1)
         assert caught.value.rank == 1 and time.monotonic() - start < 5
-        assert not any(_is_running(pid) for pid in pids)
+        assert not any(_is_running(pid) for pid in pids) and ranks.pids == ()
         with pytest.raises(RankError, match="exit code 7"):  # also a restart
             ranks.run(_die_on, 0)
+        with pytest.raises(RankError, match=r"rank 0 failed \(ranks \[1\] failed too\)") as late:
+            ranks.run(_fail_in_turn, grace_s=10.0)
+        assert "reason 1" in late.value.reports[1]
         with pytest.raises(TimeoutError, match=r"no answer from ranks \[1\] within 1"):
             ranks.run(_sleep, timeout_s=1.0)
         pids = ranks.run(_pid)

@@ -339,6 +339,37 @@ def test_cp052_an_overridden_restore_of_another_shape_or_dtype() -> None:
     assert_refused(_forward_of(_WrongRestoreDtype, 2), ValueError, "CP052", "float64", "torch.float32")
 
 
+def _raise_on_rank_1(rank: int, group: Any) -> tuple[str, bool]:
+    """What the call raised here, and whether the group serves the same call afterwards."""
+
+    def kernel(q: Any, k: Any, v: Any, call: Any) -> Any:
+        if rank == 1:
+            raise ArithmeticError("attend broke")
+        return v
+
+    message = ""
+    try:
+        ulysses_attention.ulysses_attention(cp_group=group, agreement="always", **arguments(kernel=kernel))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    call = arguments(kernel=lambda q, k, v, call: v, agreement="always")
+    return message, torch.equal(ulysses_attention.ulysses_attention(cp_group=group, **call), call["v"])
+
+
+@pytest.mark.parametrize("way", ["threads", "gloo"])
+def test_cp067_attend_that_raises_on_one_rank_is_told_to_the_others(way: str, gloo: Any) -> None:
+    results = run_ranks(_raise_on_rank_1, 4) if way == "threads" else gloo(4).run(_raise_on_rank_1, timeout_s=30.0)
+    for rank, (message, works) in enumerate(results):
+        assert works
+        if rank == 1:
+            assert message == "ArithmeticError: attend broke"
+        else:
+            text = message.removeprefix("RuntimeError: ")
+            assert_text(
+                text, "CP067", "attend() failed on rank 1: ArithmeticError: attend broke (rank", "rank 1 raised"
+            )
+
+
 def test_cp062_attend_that_raises_on_one_rank_unblocks_the_others() -> None:
     seen: dict[int, str] = {}
 

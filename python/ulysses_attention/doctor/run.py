@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
 from ulysses_attention.doctor.process_ranks import GlooRanks
-from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report
+from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, strategies_of
 
 __all__ = ["TRANSPORTS", "case_line", "examine", "reproduce"]
@@ -40,6 +40,20 @@ def _ranks(target: str | Callable[..., Any], transport: str) -> Any:
     if isinstance(target, str) and target.startswith(PEER):
         raise TargetError(f"{target} looks its group up per process and needs processes. Fix: --transport gloo")
     return _C.ThreadRanks(as_target(target))
+
+
+def _release(ranks: Any) -> None:
+    if isinstance(ranks, GlooRanks):
+        ranks.close()
+    elif getattr(ranks, "stuck_threads", 0) > 0:
+        # A thread that never comes back would wake in an interpreter that is gone: end without its last steps.
+        atexit.register(_leave_now)
+
+
+def _leave_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_status_at_exit)
 
 
 def name_of(target: str | Callable[..., Any]) -> str:
@@ -92,10 +106,12 @@ def examine(
     try:
         found = _C.examine(ranks, selection, probes if probes is not None else cases == "", on_case)
     finally:
-        if isinstance(ranks, GlooRanks):
-            ranks.close()
+        _release(ranks)
     for case in found["cases"]:
         case["repro"] = case_line(target, transport, case.pop("fields"))
+        case["error"] = None if case["error"] is None else finite(case["error"])
+    for picture in found["pictures"]:
+        picture["weights"] = [[finite(weight) for weight in row] for row in picture["weights"]]
     report = {
         "schema_version": SCHEMA_VERSION,
         "library_version": __version__,
@@ -119,5 +135,4 @@ def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     try:
         return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))
     finally:
-        if isinstance(ranks, GlooRanks):
-            ranks.close()
+        _release(ranks)

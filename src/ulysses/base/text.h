@@ -29,4 +29,7 @@ std::string join(const Range& items, std::string_view separator = ", ") {
   return stream.str();
 }
 
+// Of a text that may bring a traceback with it.
+inline std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
+
 }  // namespace ulysses::base

@@ -1,3 +1,4 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -5,6 +6,7 @@
 
 #include "ulysses/bindings/module.h"
 #include "ulysses/doctor/check_attention.h"
+#include "ulysses/doctor/check_same.h"
 
 namespace ulysses::bindings {
 
@@ -36,6 +38,12 @@ void bind_doctor(py::module_& module) {
         return doctor::check_attention(attention, exchange::Group(group), is_causal);
       },
       py::arg("function"), py::arg("group"), py::arg("is_causal"));
+  module.def(
+      "check_same",
+      [](const std::map<std::string, at::Tensor>& tensors, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        doctor::check_same(tensors, exchange::Group(group));
+      },
+      py::arg("tensors"), py::arg("group"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace ulysses::bindings

@@ -77,10 +77,21 @@ std::string render_symptoms() {
 ### It hangs, or the process dies inside Gloo
 
 - Cause: the ranks call different collectives, or with different sizes.
-- Ours: CP060 names rank, field and both values before data moves; CP062 names the rank that raised or never came.
+- Ours: CP060 names rank, field and both values before data moves; CP062 the ranks that raised, failed or never came.
 - Fix: the same arguments on every rank; rerun with `agreement="always"`.
 )");
 }
+
+constexpr std::string_view kSameEverywhere = R"(
+### Static, or noise in part of the picture
+
+- Cause: what must be equal on every rank is not. Without a common seed each rank draws its own noise, and only one rank's
+  slice of the picture fits the rest; the same happens with weights or text embeddings that one rank loaded otherwise.
+- Ours: `check_same({"noise": noise, "text": text}, group)` on every rank raises CP068, naming the tensor and the ranks that
+  differ. It compares exact checksums: one small collective, no data. Nothing calls it unless you do.
+- Fix: the same seed on every rank (`torch.Generator().manual_seed(0)`), the whole tensor drawn before `layout.shard`, or a
+  broadcast.
+)";
 
 std::string render_rules() {
   std::string text =
@@ -142,8 +153,10 @@ register_backend("my_backend", MyBackend)
 - Prove it: `check_attention(lambda q, k, v: MyBackend().forward(q, k, v, group), group)` on every rank.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
-- What `attend()` raises on one rank only, raises there. Thread ranks unblock the others at once, with an error that names the
-  rank; over a process group they wait for its timeout.
+- What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with
+  the first line of it), and the group stays usable. Without, thread ranks unblock the others at once, with an error that
+  names the rank; over a process group they wait for its timeout, and CP062 then names the rank that never came.
+- What goes wrong in backward is not compared.
 )";
 
 constexpr std::string_view kGradients = R"(
@@ -183,7 +196,8 @@ constexpr std::string_view kAgreement = R"(
 
 Before data moves the ranks compare a fingerprint of the call: op, options, dtype, shapes, policy, layout, requires_grad and
 each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads) and, over a
-process group, on the first use of each signature. `"always"` compares on every call over any transport; `"off"` trusts.
+process group, on the first use of each signature. `"always"` compares on every call over any transport, and once more how
+`attend()` ended on each rank (CP067); `"off"` trusts.
 
 - What "auto" cannot see over a process group: a rank that later leaves the agreed signature, for example by another
   `requires_grad`. With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
@@ -226,7 +240,7 @@ std::string render_capability_table() {
 std::string render_guide(std::string_view recipe_source) {
   while (!recipe_source.empty() && recipe_source.back() == '\n') recipe_source.remove_suffix(1);
   return cat(
-      kOpening, render_symptoms(), render_rules(),
+      kOpening, render_symptoms(), kSameEverywhere, render_rules(),
       "\n## What each strategy supports\n\nThe operation's refusals are read from this table.\n\n",
       render_capability_table(), render_checklist(), kBackend, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "

@@ -12,7 +12,7 @@ namespace ulysses::exchange {
 
 enum class AgreementMode {
   kAuto,    // every call where comparing is free; else on the first use of each text on this group
-  kAlways,  // every call
+  kAlways,  // every call, and how attend() ended on each rank
   kOff,     // never: the caller vouches for it
 };
 

@@ -10,6 +10,7 @@
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/exchange/failure_census.h"
 
 namespace ulysses::exchange {
 namespace {
@@ -45,7 +46,7 @@ auto all_gather(PG& group, at::Tensor& recv, at::Tensor& send) {
 }
 
 // Runs one collective to its end. Our own errors say what they mean; torch's are wrapped, and after one nobody knows
-// how far the other ranks came.
+// how far the other ranks came: those that failed too say so in the group's store.
 template <typename Collective>
 void run(const ProcessGroup& group, std::string_view op, Collective collective) {
   std::string reason;
@@ -59,9 +60,11 @@ void run(const ProcessGroup& group, std::string_view op, Collective collective) 
   } catch (const std::exception& error) {
     reason = error.what();
   }
+  std::string others = failure_census(group, op);
+  if (!others.empty()) others += ". ";
   throw base::Error(
       {{"CP062", base::ErrorKind::kCommunication, base::cat("torch.distributed failed in ", op, ": ", reason),
-        "The ranks may have stopped at different points, so the group is no longer usable",
+        others + "The ranks may have stopped at different points, so the group is no longer usable",
         "check that every rank is alive and makes the same calls, then create the group again"}},
       op, group.getRank(), group.getSize());
 }

@@ -13,10 +13,11 @@ namespace ulysses::processors {
 //          reach this call: cast before it.
 // Comm:    every rank of the group must call it, and its backward. ulysses: two collectives forward and two backward
 //          (three where q and k/v are sharded differently); allgather_kv: one and one; one more, small, where ranks
-//          compare or exchange lengths. A group of one: none.
+//          compare or exchange lengths, and one after attend() under agreement="always". A group of one: none.
 // Errors:  base::Error with an id of docs/errors.md, the same on every rank: CP001–CP050 (the call), CP053 (an
 //          overridden exchange), CP060, CP062 (the group), CP065 (a second derivative), CP066 (graph capture). CP052
-//          (the result of attend() or of an overridden restore) is raised on the rank whose result is wrong.
+//          (the result of attend() or of an overridden restore) is raised on the rank whose result is wrong, as is what
+//          attend() throws; under agreement="always" the others get CP067.
 AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const exchange::Group& group, const contract::AttentionOptions& options = {});
 

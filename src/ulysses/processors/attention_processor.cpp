@@ -3,7 +3,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include "ulysses/base/text.h"
+#include "ulysses/exchange/agreement.h"
 #include "ulysses/processors/attend_runs.h"
+#include "ulysses/processors/attend_together.h"
 #include "ulysses/processors/differentiable.h"
 #include "ulysses/processors/prepare.h"
 #include "ulysses/processors/required_checks.h"
@@ -19,6 +21,12 @@ using strategy::Qkv;
 using strategy::Strategy;
 
 bool needs_grad(const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
+
+// The rule under which ranks also tell each other how attend() ended. A built-in kernel can fail on one rank alone too:
+// memory runs out there.
+bool compares_attend(const contract::AttentionOptions& options, const Group& group) {
+  return group.size() > 1 && exchange::agreement_mode(options.agreement) == exchange::AgreementMode::kAlways;
+}
 
 bool any_needs_grad(const Qkv& qkv) { return needs_grad(qkv.q) || needs_grad(qkv.k) || needs_grad(qkv.v); }
 
@@ -56,9 +64,13 @@ AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const Group& group
   const Exchanged exchanged = exchange(plan, strategy, qkv, group);
   if (overrides_exchange()) check_kv_content(plan, work, qkv, exchanged.views, group);
   const AttendCall call = attend_call(options, plan, work, requires_grad_mask != 0);
-  const KernelOutput local = attend_runs(work, exchanged.views, call,
-                                         [this](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                const AttendCall& run) { return attend(q, k, v, run); });
+  const auto attend_here = [&] {
+    return attend_runs(work, exchanged.views, call,
+                       [this](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttendCall& run) {
+                         return attend(q, k, v, run);
+                       });
+  };
+  const KernelOutput local = compares_attend(options, group) ? attend_together(group, attend_here) : attend_here();
   const AttentionResult result = restore(plan, strategy, local, group);
   check_output(plan, qkv, result);
   return {result, plan, exchanged.buffers, local};

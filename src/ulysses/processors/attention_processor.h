@@ -33,8 +33,8 @@ struct AttentionTrace {
 };
 
 // The base class of every backend: a template method that a subclass cannot skip a step of.
-//   forward = validate (collect every problem) → agree → raise on every rank or none → exchange → attend → restore
-//             → check
+//   forward = validate (collect every problem) → agree → raise on every rank or none → exchange → attend
+//             → under agreement="always", raise on every rank or none → restore → check
 // A backend writes attend() and nothing else. One that overrides the exchange says so by overriding it; its K/V is
 // then compared by content with what the ranks announce.
 class UlyssesAttentionProcessor {
@@ -47,8 +47,8 @@ class UlyssesAttentionProcessor {
   // Dtype:   any float; lse float32 (float64 for float64). lse carries no gradient.
   // Comm:    every rank of the group must call it. ulysses: two collectives (three if q and k/v are sharded
   //          differently), allgather_kv: one; as many in backward. One more, small, where ranks compare or exchange
-  //          lengths. A group of one: none.
-  // Errors:  every id that docs/errors.md lists up to CP062.
+  //          lengths, and one after attend() under agreement="always". A group of one: none.
+  // Errors:  every id that docs/errors.md lists up to CP062, and CP067.
   AttentionResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const exchange::Group& group,
                           const contract::AttentionOptions& options);
 

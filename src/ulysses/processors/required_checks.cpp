@@ -1,11 +1,10 @@
 #include "ulysses/processors/required_checks.h"
 
-#include <ATen/ops/arange.h>
-
 #include <numeric>
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/exchange/checksum.h"
 #include "ulysses/processors/tensor_spec.h"
 
 namespace ulysses::processors {
@@ -14,22 +13,6 @@ namespace {
 using strategy::AttentionPlan;
 using strategy::LocalWork;
 using strategy::Qkv;
-
-// One exact 64-bit sum per head of [B, tokens, heads, D]: bit patterns weighted by their place, modulo 2^64, so that
-// it does not depend on strides or on the order of summation, and sees swapped tokens.
-std::vector<int64_t> checksums(const at::Tensor& tensor) {
-  const at::Tensor plain = tensor.detach().contiguous();
-  const at::ScalarType bits = plain.element_size() == 8 ? at::kLong : plain.element_size() == 4 ? at::kInt : at::kShort;
-  const at::Tensor values = plain.view(bits).to(at::kLong);
-  const auto place = [&](int64_t dim, int64_t factor) {
-    std::vector<int64_t> sizes(4, 1);
-    sizes[static_cast<size_t>(dim)] = values.size(dim);
-    return at::arange(1, values.size(dim) + 1, values.options()).mul(factor).view(sizes);
-  };
-  const at::Tensor weight = place(0, 1000003).add(place(1, 7919)).add(place(3, 104729)).bitwise_or(1);
-  const at::Tensor sums = values.mul(weight).sum({0, 1, 3}).to(at::kCPU);
-  return {sums.const_data_ptr<int64_t>(), sums.const_data_ptr<int64_t>() + sums.numel()};
-}
 
 std::string kv_problem(const AttentionPlan& plan, const LocalWork& work, const Qkv& views,
                        const std::vector<std::vector<int64_t>>& announced) {
@@ -47,8 +30,8 @@ std::string kv_problem(const AttentionPlan& plan, const LocalWork& work, const Q
   int64_t begin = 0;
   for (size_t rank = 0; rank < plan.kv_lengths.size(); ++rank) {
     const int64_t length = plan.kv_lengths[rank];
-    const auto k = checksums(views.k.narrow(1, begin, length));
-    const auto v = checksums(views.v.narrow(1, begin, length));
+    const auto k = exchange::head_checksums(views.k.narrow(1, begin, length));
+    const auto v = exchange::head_checksums(views.v.narrow(1, begin, length));
     for (size_t head = 0; head < k.size(); ++head) {
       const size_t global = head + static_cast<size_t>(work.kv_head_begin);
       const bool same_k = k[head] == announced[rank][global];
@@ -66,8 +49,8 @@ std::string kv_problem(const AttentionPlan& plan, const LocalWork& work, const Q
 
 void check_kv_content(const AttentionPlan& plan, const LocalWork& work, const Qkv& shards, const Qkv& views,
                       const exchange::Group& group) {
-  std::vector<int64_t> announced = checksums(shards.k.narrow(1, 0, plan.kv_length()));
-  const std::vector<int64_t> v = checksums(shards.v.narrow(1, 0, plan.kv_length()));
+  std::vector<int64_t> announced = exchange::head_checksums(shards.k.narrow(1, 0, plan.kv_length()));
+  const std::vector<int64_t> v = exchange::head_checksums(shards.v.narrow(1, 0, plan.kv_length()));
   announced.insert(announced.end(), v.begin(), v.end());
   const std::string problem = kv_problem(plan, work, views, group.gather_numbers(announced));
   // A fault may show on some ranks only, and nobody may go on alone.
