@@ -33,7 +33,9 @@ def sdpa(
     Shapes: q [B, S, H, D], k and v [B, S_kv, H_kv, D], attn_mask [B, 1, 1, S_kv] → [B, S, H, D]; GQA by the shapes.
     """
     out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,

@@ -55,7 +55,10 @@ def _setup() -> Callable[..., Any]:
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = module(
-                *(q, k, v, 0),  # 0: the dimension of the batch
+                q,
+                k,
+                v,
+                0,  # the dimension of the batch
                 attn_mask=key_mask(attn_mask),
                 dropout_p=dropout_p,
                 is_causal=is_causal,

@@ -26,8 +26,7 @@ DISTRIBUTION = "diffusers"
 
 def _parallel_config(**options: bool) -> Any:
     """Ulysses over every rank of the world; None, which is local attention, for a world of one."""
-    from diffusers import ContextParallelConfig
-    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
     world = dist.get_world_size()
@@ -41,7 +40,7 @@ def _parallel_config(**options: bool) -> Any:
 
 
 def _setup(backend: str, **options: bool) -> Callable[..., Any]:
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
     config = _parallel_config(**options)
 
@@ -68,7 +67,7 @@ def _setup(backend: str, **options: bool) -> Callable[..., Any]:
             scale=softmax_scale,
             enable_gqa=grouped(q, k),
             attention_kwargs={"return_lse": True} if return_lse else None,
-            backend=backend,
+            backend=AttentionBackendName(backend),
             parallel_config=config,
         )
         return with_text(attend, (q, k, v), joint, attn_mask)

@@ -40,7 +40,9 @@ def _setup() -> Callable[..., Any]:
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = ulysses_attn_func(
-                *(x.transpose(1, 2) for x in (q, k, v)),
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
                 attn_mask=key_mask(attn_mask),
                 dropout_p=dropout_p,
                 is_causal=is_causal,

@@ -3,17 +3,23 @@
 The context wants to shard a model's buffers itself; q, k and v are shards already, so it gets a buffer that nothing
 reads. Its load balancing is switched off by a private option: it would expect head-tail order, and these shards are in
 token order. Forward and backward each run inside the context, as a training step in one `with` does.
+
+Its ring has rules for CUDA's kernels only. On CPU, DTensor's general rules serve the call: with torch's math kernel
+(the variant "math") at once, gradients too; with the fused kernel that torch chooses by itself ("fused") the forward
+takes 20 to 50 s for each new shape, and there is no backward. Seen with torch 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ulysses_attention.doctor.peers._parts import Tensors, grouped, key_mask, refuse_padding, with_text
 
@@ -46,7 +52,7 @@ class _InsideContext(torch.autograd.Function):
         return None, None, *(next(grads) if x.requires_grad else None for x in ctx.leaves)
 
 
-def _setup() -> Callable[..., Any]:
+def _setup(*kernels: SDPBackend) -> Callable[..., Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options
@@ -56,7 +62,8 @@ def _setup() -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        with context_parallel(mesh, buffers=[torch.zeros(mesh.size())], buffer_seq_dims=[0]):
+        choice = sdpa_kernel(list(kernels)) if kernels else contextlib.nullcontext()
+        with context_parallel(mesh, buffers=[torch.zeros(mesh.size())], buffer_seq_dims=[0]), choice:
             yield
 
     def attention(
@@ -76,7 +83,9 @@ def _setup() -> Callable[..., Any]:
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)),
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
                 attn_mask=key_mask(attn_mask),
                 dropout_p=dropout_p,
                 is_causal=is_causal,
@@ -93,4 +102,4 @@ def _setup() -> Callable[..., Any]:
     return attention
 
 
-VARIANTS = {"context_parallel": _setup}
+VARIANTS = {"math": functools.partial(_setup, SDPBackend.MATH), "fused": _setup}
