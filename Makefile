@@ -19,7 +19,7 @@ CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.
 CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
 PYTHON_DIRS = python tests examples scripts
 
-.PHONY: setup build demo demo-cpp test test-fast lint format docs report-check clean core dev asan tsan
+.PHONY: setup build demo demo-cpp test test-fast lint format docs report-check peers-report clean core dev asan tsan
 
 setup:
 	@scripts/setup.sh
@@ -81,6 +81,12 @@ report-check: build
 	@rm -f build/report.html
 	@$(BIN)/ulysses doctor tests/mutants/local_kv.py:attention --html build/report.html || true
 	@$(BIN)/python scripts/report_check.py build/report.html docs/images/doctor.png
+
+# Not part of `make test`: it installs other libraries, into an environment of their own, and takes minutes.
+peers-report: build
+	@scripts/install_peers.sh
+	@PYTHONPATH=build/dev/python .venv-peers/bin/python -m ulysses_attention.doctor.peers_report build/peers \
+	  >build/peers.md && mv build/peers.md docs/peers.md
 
 clean:
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
