@@ -92,7 +92,7 @@ class DeadStore final : public c10d::HashStore {
 TEST(FailureCensus, ADeadStoreIsNamedAndHidesNothing) {
   const auto text = fail_in_gather(group_of(c10::make_intrusive<DeadStore>(), 1, 3));
   EXPECT_TRUE(contains(text, "connection reset")) << text;
-  EXPECT_TRUE(contains(text, "the store of the group does not answer (broken pipe), so the process that keeps it"))
+  EXPECT_TRUE(contains(text, "The store of the group does not answer (broken pipe), so the process that keeps it"))
       << text;
   EXPECT_FALSE(contains(text, "has not reported")) << text;
 }
@@ -123,7 +123,7 @@ TEST(FailureCensus, AStoppedStoreIsLeftBehindWithinTwoSeconds) {
   const auto seconds = time_of([&] { text = fail_in_gather(group_of(store, 0, 2)); });
   store->let_go();
   EXPECT_LT(seconds.count(), 10.0);  // 2 s, and a busy machine
-  EXPECT_TRUE(contains(text, "the store of the group does not answer, so the process that keeps it")) << text;
+  EXPECT_TRUE(contains(text, "The store of the group does not answer, so the process that keeps it")) << text;
 }
 
 TEST(FailureCensus, AGroupWithoutAStoreSaysNothingOfOthers) {

@@ -79,7 +79,7 @@ void take_census(const StorePtr& store, const std::shared_ptr<Census>& census) {
   census->changed.notify_all();
 }
 
-// "rank 2 has", "ranks 0, 2 have"
+// "rank 2 has …", "ranks 0, 2 have …"
 std::string named(const std::vector<int64_t>& ranks, std::string_view one, std::string_view many) {
   return base::cat(ranks.size() == 1 ? "rank " : "ranks ", base::join(ranks), ' ', ranks.size() == 1 ? one : many);
 }
@@ -96,18 +96,20 @@ std::string sentence(const Census& census) {
       failed[report->second].push_back(peer);
     }
   }
+  std::vector<std::string> sentences;
   std::vector<std::string> parts;
   if (!census.done || !census.store_problem.empty()) {
     const std::string why = census.done ? base::cat(" (", census.store_problem, ')') : std::string();
-    parts.push_back(base::cat("the store of the group does not answer", why,
-                              ", so the process that keeps it, often rank 0's, is among the lost"));
+    sentences.push_back(base::cat("The store of the group does not answer", why,
+                                  ", so the process that keeps it, often rank 0's, is among the lost"));
   } else if (!silent.empty()) {
     parts.push_back(named(silent, "has not reported: it ended, is stopped, or is not in this call",
                           "have not reported: they ended, are stopped, or are not in this call"));
   }
   for (const auto& [op, ranks] : failed)
     parts.push_back(base::cat(named(ranks, "failed in ", "failed in "), op, op == census.op ? " too" : ""));
-  return base::cat("Of the others, ", base::join(parts, "; "));
+  if (!parts.empty()) sentences.push_back(base::cat("Of the others, ", base::join(parts, "; ")));
+  return base::join(sentences, ". ");
 }
 
 }  // namespace
