@@ -79,7 +79,7 @@ docs: build
 # The page of a real run, as a browser shows it; its top is the README's picture. A wrong target is exit 1 of the doctor.
 report-check: build
 	@rm -f build/report.html
-	@$(BIN)/ulysses doctor tests/mutants/local_kv.py:attention --html build/report.html || true
+	@PYTHONPATH=tests $(BIN)/ulysses doctor tests/mutants/local_kv.py:attention --html build/report.html || true
 	@$(BIN)/python scripts/report_check.py build/report.html docs/images/doctor.png
 
 # Not part of `make test`: it installs other libraries, into an environment of their own, and takes minutes.

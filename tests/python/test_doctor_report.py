@@ -191,12 +191,12 @@ def test_a_right_report_says_so() -> None:
     assert "What is wrong" not in render_html(report)
 
 
-def test_progress_without_a_terminal_is_a_line_per_feature() -> None:
+def test_progress_without_a_terminal_is_a_line_per_strategy_and_ranks() -> None:
     console = Console(width=80, file=io.StringIO(), color_system=None)
     cases: Any = sample()["cases"]
     with terminal.Progress(console) as progress:
         for done, case in enumerate(cases):
-            progress.update({"id": case["id"], "feature": case["feature"]}, done, len(cases))  # it begins
+            progress.update({key: case[key] for key in ("id", "strategy", "cp_size")}, done, len(cases))  # it begins
             progress.update(case, done + 1, len(cases))
     assert console.file.getvalue().splitlines() == [
         "equal_shards: 2 WRONG, 4 ok",

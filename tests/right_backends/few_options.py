@@ -20,7 +20,17 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+def _refuse_unequal(rows: tuple[int, int], group: Any) -> None:
+    """What this backend cannot do is said on every rank, before the rows travel."""
+    all_rows = [torch.empty(2, dtype=torch.long) for _ in range(group.size())]
+    group.allgather([all_rows], [torch.tensor(rows)]).wait()
+    lengths = [tuple(pair.tolist()) for pair in all_rows]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"every rank must bring the same number of tokens of q and k, not {lengths} over the ranks")
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -> torch.Tensor:
+    _refuse_unequal((q.size(1), k.size(1)), group)
     dtype, per_kv = torch.promote_types(q.dtype, torch.float32), q.size(2) // k.size(2)
     keys, values = (_Gather.apply(x.to(dtype), group).repeat_interleave(per_kv, 2).transpose(1, 2) for x in (k, v))
     scores = q.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) / q.size(3) ** 0.5

@@ -31,7 +31,7 @@ MAX_MESSAGE = 300  # characters
 
 
 class Progress:
-    """Shows a running examination: the case, counts by verdict, seconds. Not on a terminal: a line per feature.
+    """Shows a running examination: the case, counts by verdict, seconds. Not on a terminal: a line per strategy and number of ranks.
 
     console: where to; by default stderr, so that stdout holds the report alone.
     """
@@ -39,8 +39,8 @@ class Progress:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._counts: collections.Counter[str] = collections.Counter()
-        self._feature: collections.Counter[str] = collections.Counter()
-        self._feature_name = ""
+        self._column: collections.Counter[str] = collections.Counter()
+        self._column_name = ""
         self._case = ""
         self._done = self._total = 0
         self._started = time.monotonic()
@@ -61,22 +61,23 @@ class Progress:
     ) -> None:
         if self._live:
             self._live.stop()
-        self._end_feature()
+        self._end_column()
 
     def update(self, case: Mapping[str, Any], done: int, total: int) -> None:
         """case: a case of the report; one that only begins has no verdict yet. done of total cases are finished."""
         self._case, self._done, self._total = case["id"], done, total
-        if case["feature"] != self._feature_name:
-            self._end_feature()
-            self._feature_name = case["feature"]
+        name = column_name(case["strategy"], case["cp_size"])
+        if name != self._column_name:
+            self._end_column()
+            self._column_name = name
         if case.get("verdict"):
             self._counts[case["verdict"]] += 1
-            self._feature[case["verdict"]] += 1
+            self._column[case["verdict"]] += 1
 
-    def _end_feature(self) -> None:
-        if self._feature and not self._live:
-            self._console.print(Text(f"{plain(self._feature_name)}: {counts(self._feature)}"), soft_wrap=True)
-        self._feature.clear()
+    def _end_column(self) -> None:
+        if self._column and not self._live:
+            self._console.print(Text(f"{plain(self._column_name)}: {counts(self._column)}"), soft_wrap=True)
+        self._column.clear()
 
     def _line(self) -> Text:
         """Called by the display's own thread, so that the seconds go on while a case hangs."""

@@ -41,6 +41,7 @@ std::string Case::id() const {
   if (is_causal) shape += bottom_right ? "-bottom_right" : "-causal";
   if (return_lse) shape += "-lse";
   if (strided) shape += "-strided";
+  if (!backward) shape += "-forward";
   if (magnitude != 1) shape += cat("-x", magnitude);
   return cat(feature, "/", strategy.empty() ? "" : strategy + "/", "W", cp_size, "/", dtype, "/", shape);
 }

@@ -21,15 +21,27 @@ class Examination {
     if (options_.probes) run_probes();
     const std::vector<Case> cases = make_cases(options_.selection);
     for (const Case& c : cases) {
-      CaseResult result{c, examiner_.check(c), kNoFinding};
-      result.finding = finding_of(result);
-      report_.cases.push_back(result);
-      if (options_.on_case) options_.on_case(result, std::ssize(report_.cases), std::ssize(cases));
+      ask(c, std::ssize(cases));
+      // A backward that is refused must not hide a forward that is wrong.
+      const VerdictKind kind = report_.cases.back().verdict.kind;
+      if (kind == VerdictKind::kOk || kind == VerdictKind::kWrong || kind == VerdictKind::kHung) continue;
+      Case forward = c;
+      forward.backward = false;
+      const VerdictKind alone = examiner_.check(forward).kind;
+      if (alone == VerdictKind::kOk || alone == VerdictKind::kWrong) ask(forward, std::ssize(cases));
     }
     return std::move(report_);
   }
 
  private:
+  void ask(const Case& c, int64_t total) {
+    CaseResult result{c, examiner_.check(c), kNoFinding};
+    result.finding = finding_of(result);
+    report_.cases.push_back(result);
+    done_ += c.backward ? 1 : 0;
+    if (options_.on_case) options_.on_case(result, done_, total);
+  }
+
   // Findings of one kind are one finding; the first sentence stands.
   int64_t add(Finding finding, const std::string& case_id) {
     auto& findings = report_.findings;
@@ -102,6 +114,7 @@ class Examination {
   Examiner examiner_;
   const ExamineOptions& options_;
   Report report_;
+  int64_t done_ = 0;
   std::map<std::tuple<std::string, int64_t, std::string>, int64_t> diagnosed_;
 };
 

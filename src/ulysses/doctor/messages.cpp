@@ -49,15 +49,13 @@ std::set<std::string> numbers_of(const Case& c) {
   return numbers;
 }
 
-// Whether a whole number of the text, outside of brackets (a list says not which size it is), is one of the case's.
+// Whether a whole number of the text is one of the case's.
 bool names_a_number(const Case& c, const std::string& text) {
   const std::set<std::string> numbers = numbers_of(c);
-  int depth = 0;
   for (size_t i = 0; i < text.size();) {
-    depth += (text[i] == '[' ? 1 : 0) - (text[i] == ']' ? 1 : 0);
     size_t end = i;
     while (end < text.size() && std::isdigit(static_cast<unsigned char>(text[end])) != 0) ++end;
-    if (end > i && depth <= 0 && numbers.count(text.substr(i, end - i)) > 0) return true;
+    if (end > i && numbers.count(text.substr(i, end - i)) > 0) return true;
     i = std::max(end, i + 1);
   }
   return false;
