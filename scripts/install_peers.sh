@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-peers with torch and the libraries of requirements-peers.txt. A second run ends at once. Needs .venv, which
-# scripts/setup.sh makes, and a C++ compiler: DeepSpeed builds a small extension at its first start.
+# scripts/setup.sh makes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

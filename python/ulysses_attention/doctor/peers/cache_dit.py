@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "cache-dit"
 
 
-def _context(**options: bool) -> Any:
+def _context(**options: Any) -> Any:
     """Ulysses over every rank of the world; None, which is local attention, for a world of one."""
     from cache_dit.distributed.core import _ContextParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -34,7 +34,7 @@ def _context(**options: bool) -> Any:
     return context
 
 
-def _setup(**options: bool) -> Callable[..., Any]:
+def _setup(**options: Any) -> Callable[..., Any]:
     import cache_dit.attention.backends.native  # noqa: F401  (registers the backend "native")
     from cache_dit.attention import _dispatch_attention_fn
 

@@ -25,11 +25,15 @@ DISTRIBUTION = "deepspeed"
 def _setup() -> Callable[..., Any]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import
     import deepspeed.comm
+    import deepspeed.ops
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.sequence.layer import DistributedAttention
     from deepspeed.utils import groups, logger
 
     logger.setLevel("ERROR")
+    # An extension for reductions, which this attention has none of. It would be compiled at the first start, and a
+    # process that is ended meanwhile leaves a lock on which every later start waits.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed(
         dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "diffusers"
 
 
-def _parallel_config(**options: bool) -> Any:
+def _parallel_config(**options: Any) -> Any:
     """Ulysses over every rank of the world; None, which is local attention, for a world of one."""
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +39,7 @@ def _parallel_config(**options: bool) -> Any:
     return config
 
 
-def _setup(backend: str, **options: bool) -> Callable[..., Any]:
+def _setup(backend: str, **options: Any) -> Callable[..., Any]:
     from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
     config = _parallel_config(**options)
