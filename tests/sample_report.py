@@ -79,6 +79,7 @@ def _case(row: tuple[str, str, int, str, str, float | None, str]) -> dict[str, A
         "strategy": strategy,
         "cp_size": cp_size,
         "dtype": "float32",
+        "backward": True,
         "verdict": verdict,
         "error": error,
         "allowed": 1e-5 if error is not None else None,

@@ -193,16 +193,16 @@ def test_a_right_report_says_so() -> None:
 
 def test_progress_without_a_terminal_is_a_line_per_strategy_and_ranks() -> None:
     console = Console(width=80, file=io.StringIO(), color_system=None)
-    cases: Any = sample()["cases"]
+    cases: Any = sorted(sample()["cases"], key=lambda case: (case["strategy"], case["cp_size"]))
     with terminal.Progress(console) as progress:
         for done, case in enumerate(cases):
             progress.update({key: case[key] for key in ("id", "strategy", "cp_size")}, done, len(cases))  # it begins
             progress.update(case, done + 1, len(cases))
     assert console.file.getvalue().splitlines() == [
-        "equal_shards: 2 WRONG, 4 ok",
-        "uneven_shards: 1 crashed, 1 hung, 2 ok",
-        "fewer_kv_heads_than_ranks: 1 on one rank only, 1 unclear, 1 ok",
-        "window: 4 refused",
+        "allgather_kv W=2: 1 refused, 3 ok",
+        "allgather_kv W=4: 2 WRONG, 1 hung, 1 refused, 1 ok",
+        "ulysses W=2: 1 unclear, 1 refused, 2 ok",
+        "ulysses W=4: 1 crashed, 1 on one rank only, 1 refused, 1 ok",
     ]
 
 

@@ -157,8 +157,8 @@ def test_versions_are_the_installed_ones() -> None:
     assert peers.versions()["torch"] == torch.__version__
 
 
-def a_case(feature: str, verdict: str = "ok", message: str = "", **fields: str) -> dict[str, Any]:
-    plain = {"dtype": "float32", "strategy": "", "tensor": ""}
+def a_case(feature: str, verdict: str = "ok", message: str = "", **fields: Any) -> dict[str, Any]:
+    plain = {"dtype": "float32", "strategy": "", "tensor": "", "backward": True, "id": f"{feature}/W2/float32/S16"}
     return {"feature": feature, "verdict": verdict, "message": message, **plain, **fields}
 
 
@@ -215,7 +215,10 @@ def test_wrong_gradients_leave_the_plain_call_right() -> None:
     _, rows = page(
         some=a_report(a_case("equal_shards", **wrong)),
         out=a_report(a_case("equal_shards", "wrong", "off", tensor="out")),
-        halves=a_report(a_case("forward"), a_case("backward", "refused", "no backward")),
+        halves=a_report(
+            a_case("equal_shards", "refused", "no backward"),
+            a_case("equal_shards", backward=False, id="equal_shards/W2/float32/S16-forward"),
+        ),
     )
     assert (rows["`some`"]["plain"], rows["`some`"]["backward"]) == ("ok", "**wrong** [1]")
     assert (rows["`out`"]["plain"], rows["`out`"]["backward"]) == ("**wrong** [2]", "**wrong** [2]")

@@ -38,6 +38,7 @@ class Case(TypedDict):
     strategy: Annotated[str, "one of the report's strategies"]
     cp_size: Annotated[int, "ranks of this call, one of the report's worlds"]
     dtype: Annotated[str, "of q, k and v"]
+    backward: Annotated[bool, "gradients were asked for; false: the forward alone, because backward is refused"]
     verdict: Annotated[Verdict, "see below"]
     error: Annotated[float | None, "largest absolute error against float64; null: nothing to compare, or not finite"]
     allowed: Annotated[float | None, "the bound that error is held against"]

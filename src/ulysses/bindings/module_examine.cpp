@@ -155,6 +155,7 @@ py::dict dict_of(const doctor::CaseResult& result) {
   entry["strategy"] = c.strategy;
   entry["cp_size"] = c.cp_size;
   entry["dtype"] = c.dtype;
+  entry["backward"] = c.backward;
   entry["verdict"] = to_string(verdict.kind);
   entry["error"] = number_or_none(verdict.error);
   entry["allowed"] = number_or_none(verdict.allowed);
