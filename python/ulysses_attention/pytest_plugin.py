@@ -1,8 +1,5 @@
-"""The doctor as tests of a backend author's own suite: one pytest item per case and per probe.
-
-    from ulysses_attention.pytest_plugin import ulysses_conformance
-
-    test_my_backend = ulysses_conformance(MyProcessor)
+"""The doctor as tests of a backend author's own suite, one pytest item per case and per probe:
+test_my_backend = ulysses_conformance(MyProcessor).
 """
 
 from __future__ import annotations
@@ -166,7 +163,7 @@ def ulysses_conformance(
     selection = select(target, worlds=worlds, cases="", quick=quick)
     items = [item for item in _items(selection) if fnmatch.fnmatchcase(item.id, cases or "*")]
     if not items:
-        raise ValueError(f"[ulysses_conformance] cases={cases!r} matches no id. Fix: such as 'is_causal/*' or 'probe/*'")
+        raise ValueError(f"[ulysses_conformance] cases={cases!r} matches no id. Fix: 'is_causal/*', or 'probe/*'")
     examination = Examination(target, transport)
 
     @pytest.mark.parametrize(ITEM, items, ids=lambda item: item.id)

@@ -2,6 +2,7 @@
 ulysses_attention.pytest_plugin.ulysses_conformance.
 
 pytest imports this module in every run of an environment that has the package, so it imports pytest alone.
+PYTEST_DONT_REWRITE: there is no assert here, and ulysses_attention may have imported it already.
 """
 
 from __future__ import annotations
