@@ -60,7 +60,7 @@ lint: setup
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(BIN)/ruff check --quiet $(PYTHON_DIRS)
 	@$(BIN)/ruff format --check --quiet $(PYTHON_DIRS)
-	@$(BIN)/mypy --no-error-summary python/ulysses_attention
+	@$(BIN)/mypy --no-error-summary python/ulysses_attention python/ulysses_pytest
 	@$(CMAKE) --preset core --log-level=WARNING >/dev/null
 	@printf '%s\n' $(CORE_FILES) | xargs -P $(JOBS) -n 4 clang-tidy -p build/core --quiet 2>/dev/null
 	@echo "lint: ok"

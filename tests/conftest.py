@@ -21,6 +21,7 @@ from ulysses_attention.launch import ProcessRanks  # noqa: E402  (needs the path
 
 # tests/cuda is the proof that the README waits for: collected only where there is a GPU; elsewhere the summary says so.
 collect_ignore_glob = [] if torch.cuda.is_available() else ["cuda/*"]
+pytest_plugins = ["pytester"]
 MAX_LAUNCHES = 30  # a Gloo world costs 2 to 5 s
 
 

@@ -1,4 +1,4 @@
-"""The gate itself: it fails a backend that forgets the other ranks' keys, and passes one that does not."""
+"""The gate itself: it fails backends that forget the other ranks' keys or refuse too much, and passes a right one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import test_seed_contract
 from gate import assert_matches_single_card
 from ulysses_attention import UlyssesAttentionProcessor, register_backend, unregister_backend
 from ulysses_attention.launch import ProcessRanks
@@ -55,12 +56,42 @@ def registered() -> Iterator[Callable[[type], str]]:
         unregister_backend(name)
 
 
+class RefusesGroups(Right):
+    """Says clearly that it does not serve what every backend must."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> torch.Tensor:
+        if q.size(2) != k.size(2):
+            raise NotImplementedError("grouped KV heads are not supported")
+        return super().attend(q, k, v, call)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_gate_fails_a_local_kv_backend(
     world: int, gloo: Callable[[int], ProcessRanks], registered: Callable[[type], str]
 ) -> None:
-    assert_matches_single_card(gloo(world), registered(Right), "allgather_kv")
-    with pytest.raises(AssertionError, match=r'backend "LocalByAttend".*differs from one(.|\n)*out is off by'):
-        assert_matches_single_card(gloo(world), registered(LocalByAttend), "allgather_kv")
+    def gate(backend: type) -> None:
+        assert_matches_single_card(gloo(world), registered(backend), "allgather_kv", worlds=gloo)
+
+    gate(Right)
+    own = "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
+    with pytest.raises(AssertionError, match=rf'backend "LocalByAttend".*on {world} ranks differs from one:\n{own} '):
+        gate(LocalByAttend)
     with pytest.raises(AssertionError, match=r'backend "LocalByExchange".*differs from one(.|\n)*CP053'):
-        assert_matches_single_card(gloo(world), registered(LocalByExchange), "allgather_kv")
+        gate(LocalByExchange)
+
+
+def test_the_gate_fails_a_backend_that_refuses_what_it_must_serve(
+    gloo: Callable[[int], ProcessRanks], registered: Callable[[type], str]
+) -> None:
+    with pytest.raises(AssertionError, match=r"\ngrouped_kv/allgather_kv/W2/\S+ is refused: .*are not supported"):
+        assert_matches_single_card(gloo(2), registered(RefusesGroups), "allgather_kv", worlds=gloo)
+
+
+def test_registering_a_bad_backend_fails_the_build(
+    ranks: Callable[..., ProcessRanks], registered: Callable[[type], str]
+) -> None:
+    build_gate = test_seed_contract.test_ulysses_matches_single_card
+    build_gate(ranks, 2, "allgather_kv")
+    registered(LocalByAttend)
+    with pytest.raises(AssertionError, match=r'backend "LocalByAttend".*\neach rank attends only to its own tokens'):
+        build_gate(ranks, 2, "allgather_kv")

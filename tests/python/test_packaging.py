@@ -116,6 +116,22 @@ def test_pip_install_brings_the_command(installed: Path) -> None:
     assert "pad to 3008" in run(installed / "ulysses", "guide").stdout
 
 
+def test_pip_install_brings_the_pytest_plugin(installed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "plugin.py"
+    script.write_text(
+        "from importlib.metadata import distribution\n"
+        "plugins = distribution('ulysses-attention').entry_points.select(group='pytest11')\n"
+        "assert [(plugin.name, plugin.value) for plugin in plugins] == [('ulysses', 'ulysses_pytest')]\n"
+    )
+    run(installed / "python", script)
+    (tmp_path / "test_built_in.py").write_text(
+        "from ulysses_attention.pytest_plugin import ulysses_conformance\n"
+        "test_built_in = ulysses_conformance('ulysses', worlds=(2,), quick=True)\n"
+    )
+    done = run(installed / "python", "-m", "pytest", "--ulysses-cases=is_causal/*", "--rootdir", tmp_path, tmp_path)
+    assert " 2 passed" in done.stdout.splitlines()[-1], done.stdout
+
+
 def test_pip_install_brings_the_files_of_the_doctors_page(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(

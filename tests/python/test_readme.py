@@ -41,7 +41,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 3
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 4
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -67,6 +67,16 @@ def test_check_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:
 def test_backend_snippet_gives_each_rank_its_rows(tmp_path: Path) -> None:
     text = run(sys.executable, script(snippet("register_backend"), tmp_path))
     assert text.strip() == "[torch.Size([1, 8, 4, 16]), torch.Size([1, 8, 4, 16])]"
+
+
+def test_conformance_snippet_is_a_test_suite(tmp_path: Path) -> None:
+    (tmp_path / "my_backend.py").write_text(snippet("register_backend"))
+    (tmp_path / "test_my_backend.py").write_text(snippet("ulysses_conformance"))
+    assert "pytest --ulysses-cases='grouped_kv/*'" in README
+    options = ["-p", "ulysses_pytest", "-p", "no:cacheprovider", "--ulysses-cases=grouped_kv/*"]
+    text = run(sys.executable, "-m", "pytest", *options, cwd=tmp_path)
+    shapes, dtypes, strategies, worlds = 3, 4, 2, 2
+    assert f" {shapes * dtypes * strategies * worlds} passed" in text.splitlines()[-1], text
 
 
 def test_every_shell_command_is_run_by_a_test_here() -> None:

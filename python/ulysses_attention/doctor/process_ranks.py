@@ -1,9 +1,9 @@
-"""Ranks as processes for the doctor: worlds are reused, and replaced only after a crash, a hang or a desync."""
+"""Ranks as processes for the doctor: worlds are reused, and started again only after a crash, a hang or a desync."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +20,36 @@ GROUP_TIMEOUT_S = 10.0
 _targets: dict[Any, Target] = {}  # of this rank process: a target is set up once
 
 
-def _answer(rank: int, group: Any, target: str | Callable[..., Any], question: Any) -> bool:
+def _on_device(target: Target, device: torch.device) -> Target:
+    """Questions are CPU tensors; a rank of an NCCL world computes on its GPU."""
+    if device.type == "cpu":
+        return target
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
+        return target(q.to(device), k.to(device), v.to(device), group, call)
+
+    return attend
+
+
+def _answer(
+    rank: int, group: Any, target: str | Callable[..., Any], devices: Sequence[torch.device], question: Any
+) -> bool:
     """Runs in a rank process: posts the answer, so that it counts even if another rank never gives one."""
     if target not in _targets:
-        _targets[target] = as_target(target)
+        _set_up(rank, group, target, devices)
     answer = _C.answer_on_rank(question, _targets[target], group)
     post(answer)
     return bool(answer.message)
 
 
-def _set_up(rank: int, group: Any, target: str | Callable[..., Any]) -> None:
+def _set_up(rank: int, group: Any, target: str | Callable[..., Any], devices: Sequence[torch.device]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _targets[target] = as_target(target)
+    _targets[target] = _on_device(as_target(target), devices[rank])
 
 
-def _heartbeat(rank: int, group: Any) -> None:
+def _heartbeat(rank: int, group: Any, devices: Sequence[torch.device]) -> None:
     """Are the ranks still in step? A collective of one number each."""
-    sent = torch.full((group.size(),), float(rank))
+    sent = torch.full((group.size(),), float(rank), device=devices[rank])
     received = torch.empty_like(sent)
     group.alltoall_base(received, sent, [], []).wait()
     if received.tolist() != list(range(group.size())):
@@ -44,16 +57,27 @@ def _heartbeat(rank: int, group: Any) -> None:
 
 
 class GlooRanks(_C.DoctorRanks):
-    """Questions to rank processes over Gloo, one world per number of ranks.
+    """Questions to rank processes, one world per number of ranks: over Gloo, unless a world that is given has another
+    backend.
 
     A crash or a hang costs its question and the start of a world (2 to 5 s), nothing else.
     """
 
-    def __init__(self, target: str | Callable[..., Any], *, hang_limit_s: float = HANG_LIMIT_S) -> None:
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        *,
+        worlds: Callable[[int], ProcessRanks | None] | None = None,
+        hang_limit_s: float = HANG_LIMIT_S,
+    ) -> None:
+        """worlds: a number of ranks → a world that its owner closes, or None for one that is started and closed here.
+        Units: hang_limit_s, how long a question may take."""
         super().__init__()
         self._target = target
+        self._worlds_of_caller = worlds or (lambda size: None)
         self._hang_limit_s = hang_limit_s
-        self._worlds: dict[int, ProcessRanks] = {}
+        self._own: dict[int, ProcessRanks] = {}
+        self._is_set_up: set[int] = set()
         self.restarts = 0
 
     def __enter__(self) -> GlooRanks:
@@ -63,43 +87,49 @@ class GlooRanks(_C.DoctorRanks):
         self.close()
 
     def close(self) -> None:
-        """End the processes and wait for them."""
-        for world in self._worlds.values():
+        """End the processes that were started here and wait for them."""
+        for world in self._own.values():
             world.close()
-        self._worlds = {}
+        self._own = {}
+        self._is_set_up = set()
 
     def ask(self, question: Any) -> list[Any]:
         """One answer per rank; never raises what a rank meets. Called from the C++ core."""
         size = question.case.cp_size
         world = self._world(size)
+        devices = [world.device(rank) for rank in range(size)]
         answers: dict[int, Any] = {}
         try:
             raised = world.run(
-                _answer, self._target, question, timeout_s=self._hang_limit_s, on_post=answers.__setitem__
+                _answer, self._target, devices, question, timeout_s=self._hang_limit_s, on_post=answers.__setitem__
             )
             if any(raised) and size > 1:
-                world.run(_heartbeat, timeout_s=self._hang_limit_s)
+                world.run(_heartbeat, devices, timeout_s=self._hang_limit_s)
         except RankError as error:
-            self._replace(size)
+            self._restart(size)
             for rank in range(size):
                 text = error.reports.get(rank)
                 if text is not None:
                     answers.setdefault(rank, _C.RankAnswer.crashed(text.strip().splitlines()[-1]))
                 answers.setdefault(rank, _C.RankAnswer.released("another rank ended"))
         except TimeoutError:
-            self._replace(size)
+            self._restart(size)
             limit = f"no answer within {self._hang_limit_s:g} s"
             for rank in range(size):
                 answers.setdefault(rank, _C.RankAnswer.hung(limit))
         return [answers[rank] for rank in range(size)]
 
     def _world(self, size: int) -> ProcessRanks:
-        if size not in self._worlds:
-            world = ProcessRanks(size, timeout_s=GROUP_TIMEOUT_S)
-            world.run(_set_up, self._target, timeout_s=120.0)  # imports take longer than an answer may
-            self._worlds[size] = world
-        return self._worlds[size]
+        world = self._worlds_of_caller(size) or self._own.get(size)
+        if world is None:
+            world = self._own[size] = ProcessRanks(size, timeout_s=GROUP_TIMEOUT_S)
+        if size not in self._is_set_up:
+            devices = [world.device(rank) for rank in range(size)]
+            world.run(_set_up, self._target, devices, timeout_s=120.0)  # imports take longer than an answer may
+            self._is_set_up.add(size)
+        return world
 
-    def _replace(self, size: int) -> None:
+    def _restart(self, size: int) -> None:
+        """A world that failed has ended its processes and starts new ones at its next run."""
         self.restarts += 1
-        self._worlds.pop(size).close()
+        self._is_set_up.discard(size)

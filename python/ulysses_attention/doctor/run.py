@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -17,7 +18,7 @@ from ulysses_attention.doctor.process_ranks import GlooRanks
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, strategies_of
 
-__all__ = ["TRANSPORTS", "case_line", "examine", "reproduce"]
+__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "reproduce", "select"]
 
 TRANSPORTS = ("threads", "gloo")
 QUICK_DTYPES = ["float32", "bfloat16"]
@@ -32,7 +33,8 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _ranks(target: str | Callable[..., Any], transport: str) -> Any:
+def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
+    """The ranks that are asked. Errors: TargetError."""
     if transport == "torchrun":
         if not dist.is_initialized():
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -57,10 +59,12 @@ def stuck_threads() -> int:
 
 
 def name_of(target: str | Callable[..., Any]) -> str:
-    """The target as a user would type it."""
+    """The target as a user would type it: what lies in no package, a script or a test, by its file."""
     if isinstance(target, str):
         return target
-    return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__name__)}"
+    file = getattr(sys.modules.get(target.__module__), "__file__", None)
+    where = os.path.relpath(file) if file and "." not in target.__module__ else target.__module__
+    return f"{where}:{getattr(target, '__qualname__', type(target).__name__)}"
 
 
 def case_line(target: str | Callable[..., Any], transport: str, fields: dict[str, Any]) -> str:
@@ -72,6 +76,18 @@ def case_line(target: str | Callable[..., Any], transport: str, fields: dict[str
 def _summary(cases: Sequence[dict[str, Any]]) -> dict[str, int]:
     verdicts = ("ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message")
     return {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in verdicts}
+
+
+def select(target: str | Callable[..., Any], *, worlds: Sequence[int], cases: str, quick: bool) -> Any:
+    """Which cases to make for a target. Errors: TargetError."""
+    selection = _C.CaseSelection()
+    selection.strategies = strategies_of(target)
+    selection.worlds = list(worlds)
+    selection.quick = quick
+    selection.glob = cases
+    if quick:
+        selection.dtypes = QUICK_DTYPES
+    return selection
 
 
 def examine(
@@ -92,15 +108,9 @@ def examine(
     """
     if transport not in (*TRANSPORTS, "torchrun"):
         raise ValueError(f"transport={transport!r} is unknown. Fix: {' or '.join(TRANSPORTS)}")
-    selection = _C.CaseSelection()
-    selection.strategies = strategies_of(target)
-    selection.worlds = [dist.get_world_size()] if transport == "torchrun" and dist.is_initialized() else list(worlds)
-    selection.quick = quick
-    selection.glob = cases
-    if quick:
-        selection.dtypes = QUICK_DTYPES
+    selection = select(target, worlds=worlds, cases=cases, quick=quick)
     start = time.monotonic()
-    ranks = _ranks(target, transport)
+    ranks = ranks_of(target, transport)
     if transport == "torchrun":
         selection.worlds = [dist.get_world_size()]
     try:
@@ -131,7 +141,7 @@ def examine(
 def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Ask one case again: (the case's result, the finding or None). `line` is the JSON of `ulysses repro`."""
     asked = json.loads(line)
-    ranks = _ranks(asked["target"], asked["transport"])
+    ranks = ranks_of(asked["target"], asked["transport"])
     try:
         return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))
     finally:

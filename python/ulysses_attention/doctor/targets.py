@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from ulysses_attention import _C
 from ulysses_attention.attention import ulysses_attention
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
-from ulysses_attention.processor import UlyssesAttentionProcessor, backends, register_backend
+from ulysses_attention.processor import UlyssesAttentionProcessor, backends, register_backend, unregister_backend
 
 __all__ = ["Target", "TargetError", "as_target", "strategies_of"]
 
@@ -139,7 +140,8 @@ def _find(name: str) -> Any:
 
 
 def as_target(target: str | Callable[..., Any]) -> Target:
-    """The function that a rank calls. A peer is set up here, in the process of its rank.
+    """The function that a rank calls. A peer is set up here, in the process of its rank; a class is registered as long
+    as the function lives.
 
     target: a registered backend's name; "module:Class" or "path.py:Class", a subclass of UlyssesAttentionProcessor;
             "module:function", (q, k, v, group, **options) → out or (out, lse); "peer:NAME"; or the class or function.
@@ -166,7 +168,9 @@ def as_target(target: str | Callable[..., Any]) -> Target:
             )
         name = f"examined {target.__qualname__} {next(_numbers)}"
         register_backend(name, target)
-        return _through_operation(name)
+        attend = _through_operation(name)
+        weakref.finalize(attend, unregister_backend, name).atexit = False
+        return attend
     return _through_function(target)
 
 

@@ -11,6 +11,7 @@
 #include "ulysses/contract/capability.h"
 #include "ulysses/contract/checklist.h"
 #include "ulysses/doctor/examine.h"
+#include "ulysses/doctor/probes.h"
 
 namespace ulysses::bindings {
 namespace {
@@ -304,6 +305,18 @@ void bind_examine(py::module_& module) {
   module.def("known_strategies", [] {
     const auto known = contract::known_strategies();
     return std::vector<std::string>(known.begin(), known.end());
+  });
+  module.def("probe_names", [] {
+    std::vector<std::string> names;
+    for (const doctor::Probe& probe : doctor::all_probes()) names.emplace_back(probe.name);
+    return names;
+  });
+  // Feature -> id under which the strategy refuses it, "" for what it supports.
+  module.def("capabilities", [](const std::string& strategy) {
+    std::map<std::string, std::string> ids;
+    for (const contract::Feature feature : contract::all_features())
+      ids.emplace(contract::to_string(feature), contract::capability(strategy, feature).id);
+    return ids;
   });
   module.def(
       "answer_on_rank",
