@@ -19,7 +19,8 @@ CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.
 CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
 PYTHON_DIRS = python tests examples scripts
 
-.PHONY: setup build demo demo-cpp test test-fast lint format docs report-check peers-report clean core dev asan tsan
+.PHONY: setup build demo demo-cpp doctor-cpp test test-fast lint format docs report-check peers-report clean core dev
+.PHONY: asan tsan
 
 setup:
 	@scripts/setup.sh
@@ -45,6 +46,10 @@ demo: build
 demo-cpp: build
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target demo-cpp
 	@build/dev/examples/cpp/demo-cpp
+
+doctor-cpp: build
+	@$(CMAKE) --build --preset dev -j $(JOBS) --target doctor-cpp
+	@build/dev/examples/cpp/doctor-cpp
 
 # One configuration after the other: each is wide enough for the machine.
 test: build

@@ -5,7 +5,6 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros_like.h>
-#include <ulysses/doctor/oracle.h>
 #include <ulysses/ulysses.h>
 
 #include <algorithm>
@@ -64,16 +63,21 @@ Sequence make_sequence() {
   return {draw(kHeads), draw(kKvHeads), draw(kKvHeads), draw(kHeads)};
 }
 
-// float64, in blocks of queries: all scores at once would take 2 GB.
-void add_oracle(Sequence& s) {
+// The doctor's float64 reference, in blocks of queries: all scores at once would take 2 GB.
+void add_reference(Sequence& s) {
   constexpr int64_t kBlock = 10;  // larger blocks fall out of the cache
   const auto like = [](const at::Tensor& x) { return at::zeros_like(x, x.options().dtype(at::kDouble)); };
   s.out = like(s.q), s.dq = like(s.q), s.dk = like(s.k), s.dv = like(s.v);
   for (int64_t begin = 0; begin < kSeqLen; begin += kBlock) {
     const auto block = [&](const at::Tensor& x) { return x.narrow(1, begin, std::min(kBlock, kSeqLen - begin)); };
-    const double scale = 1.0 / std::sqrt(static_cast<double>(kHeadDim));
-    const auto grads =
-        ulysses::doctor::oracle_gradients(block(s.grad_out), block(s.q), s.k, s.v, /*is_causal=*/false, scale);
+    ulysses::doctor::Question question;
+    question.q = block(s.q), question.k = s.k, question.v = s.v, question.grad_out = block(s.grad_out);
+    question.c.cp_size = question.c.batch = 1;
+    question.c.lengths = question.c.padded_lengths = {question.q.size(1)};
+    question.c.kv_lengths = {kSeqLen};
+    question.c.num_heads = kHeads, question.c.num_kv_heads = kKvHeads;
+    question.c.head_dim = question.c.value_head_dim = kHeadDim;
+    const ulysses::doctor::Reference grads = ulysses::doctor::attention_reference(question);
     block(s.out).copy_(grads.out);
     block(s.dq).copy_(grads.dq);
     s.dk.add_(grads.dk);
@@ -146,7 +150,7 @@ int main() {
               kHeads, kKvHeads, kHeadDim, kRanks);
   std::printf("Computing the float64 answer on one rank ...\n\n");
   Sequence expected = make_sequence();
-  add_oracle(expected);
+  add_reference(expected);
 
   std::printf("%-30s %9s %9s %9s %9s\n", "largest error of", "out", "dq", "dk", "dv");
   const std::vector<Row> rows = {

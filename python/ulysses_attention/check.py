@@ -24,14 +24,15 @@ def check_attention(
     *,
     is_causal: bool = False,
 ) -> AttentionCheck:
-    """Run fn(q, k, v) on small local shards and say `ok`, or in one plain sentence what is wrong.
+    """Ask fn(q, k, v) the doctor's plain case on small local shards and say `ok`, or in one sentence what is wrong.
 
     fn:     any context-parallel attention, of this library or not: q, k, v [B, S_local, H, D] → out like q.
     is_causal: what fn is meant to be: a query sees the keys up to its own global position, or all of them.
     Returns an AttentionCheck with ok, diagnosis and the largest errors of out, dq, dk and dv against float64; equal on
     every rank. str() of it is the line to print.
     Dtype:  q, k and v are float32 on the CPU, made here; the group must carry CPU tensors (Gloo, thread ranks).
-    Comm:   three or four calls of fn, one backward, and a few small collectives; every rank must call it. A second.
+    Comm:   one call of fn, one backward, and a few small collectives; some dozens where fn is wrong, to find out why.
+            Every rank must call it. Seconds.
     Errors: CP063 without a group. What fn raises is not an error but the diagnosis.
     """
     if not callable(fn):

@@ -13,7 +13,10 @@
 //   });
 //
 // A backend of your own: derive from UlyssesAttentionProcessor, write attend(), register_backend("name", …), and set
-// policy.backend_name = "name".
+// policy.backend_name = "name". Namespace ulysses::doctor says what is right, refused and wrong with it:
+//
+//   const ulysses::doctor::Report report = ulysses::doctor::run(ulysses::doctor::processor_target(my_backend));
+//   std::cout << report.text();  // examples/cpp/backend.cpp is a whole program
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -23,6 +26,7 @@
 #include "ulysses/contract/policy.h"
 #include "ulysses/doctor/check_attention.h"
 #include "ulysses/doctor/check_same.h"
+#include "ulysses/doctor/examine.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/partition/sequence_layout.h"
 #include "ulysses/processors/attention.h"
@@ -40,6 +44,7 @@ using doctor::check_attention;
 using doctor::check_same;
 using exchange::Group;
 using kernels::KernelOutput;
+using partition::Range;
 using partition::SequenceLayout;
 using processors::AttendCall;
 using processors::AttentionResult;

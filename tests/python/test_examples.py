@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from conftest import REPOSITORY
 
@@ -30,3 +34,30 @@ def test_flux_equals_the_single_process() -> None:
     local = [float(x) for x in re.findall(r"local K/V +(\S+),", text)]
     assert len(ours) == len(local) == 2
     assert max(ours) <= 1e-5 and min(local) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def doctor_cpp() -> Path:
+    """The C++ author's example; not in the default target."""
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["cmake", "--build", "build/dev", "-j", "2", "--target", "doctor-cpp"]
+    subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True)
+    return REPOSITORY / "build" / "dev" / "examples" / "cpp" / "doctor-cpp"
+
+
+@pytest.mark.slow
+def test_a_cpp_backend_is_examined_and_passes(doctor_cpp: Path) -> None:
+    done = subprocess.run([doctor_cpp], capture_output=True, text=True, timeout=60)
+    counts = re.fullmatch(r"(\d+) ok, (\d+) refused: passed\n", done.stdout)
+    assert done.returncode == 0 and counts, done.stdout + done.stderr
+    # 23 features and the plain call in bfloat16, for two strategies on 2 and 4 ranks; the contract refuses 10 of them.
+    assert [int(count) for count in counts.groups()] == [(24 - 10) * 4, 10 * 4]
+
+
+@pytest.mark.slow
+def test_a_cpp_backend_with_a_fault_is_told_in_one_sentence(doctor_cpp: Path) -> None:
+    done = subprocess.run([doctor_cpp, "--wrong"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    sentence, counts = done.stdout.splitlines()
+    assert sentence.startswith("each rank attends only to its own tokens: keys 8-15 never influence queries 0-7 [")
+    assert re.fullmatch(r"\d+ ok, 40 refused, \d+ wrong: NOT passed", counts)

@@ -153,7 +153,8 @@ Case plain_case(int64_t cp_size, const std::string& strategy) {
   Case c;
   c.cp_size = cp_size;
   c.strategy = strategy;
-  set_heads(c, 4, 4);
+  const int64_t num_heads = (4 + cp_size - 1) / cp_size * cp_size;  // 4, or more where 4 is no multiple
+  set_heads(c, num_heads, num_heads);
   set_shards(c, 8);
   return c;
 }

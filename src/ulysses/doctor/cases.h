@@ -19,7 +19,7 @@ struct CaseSelection {
 // Every row of the capability table × shapes × strategies × dtypes × numbers of ranks, the simple ones first.
 std::vector<Case> make_cases(const CaseSelection& selection);
 
-// The simplest call: equal shards, as many KV as query heads, float32.
+// The simplest call: 8 tokens a rank, as many KV as query heads (4, or the next multiple of cp_size), float32.
 Case plain_case(int64_t cp_size, const std::string& strategy);
 
 }  // namespace ulysses::doctor

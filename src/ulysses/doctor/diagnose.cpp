@@ -6,6 +6,7 @@
 #include <array>
 
 #include "ulysses/base/text.h"
+#include "ulysses/doctor/cases.h"
 #include "ulysses/doctor/gradients.h"
 #include "ulysses/doctor/numbers.h"
 #include "ulysses/doctor/order.h"
@@ -41,10 +42,10 @@ constexpr std::array kSimplifications = std::to_array<Simplification>({
     {make_equal_shards, "equal shards are right"},
     {[](Case& c) {
        if (c.num_kv_heads == c.num_heads && c.num_heads % c.cp_size == 0) return false;
-       c.num_heads = c.num_kv_heads = 4;
+       c.num_heads = c.num_kv_heads = plain_case(c.cp_size, "").num_heads;
        return true;
      },
-     "4 heads without groups are right"},
+     "a multiple of cp_size heads without groups is right"},
     {[](Case& c) {
        if (c.cp_size <= 2) return false;
        const bool equal = c.has_even_shards();
@@ -135,7 +136,8 @@ Diagnosis explain_reach(Examiner& examiner, const Case& c) {
 
 Finding explain(Examiner& examiner, const Case& c) {
   using Explain = Diagnosis (*)(Examiner&, const Case&);
-  constexpr Explain kForward[] = {explain_state, explain_reach,  explain_kv_heads, explain_batch,
+  // More than one sequence are left only where one alone is not wrong: the batch comes before the keys.
+  constexpr Explain kForward[] = {explain_state, explain_batch,  explain_reach, explain_kv_heads,
                                   explain_order, explain_values, explain_keys};
   Case forward = c;
   forward.backward = forward.return_lse = false;

@@ -38,6 +38,7 @@ constexpr std::array kKinds = std::to_array<Kind>({
     {"padding_counts", 1, kChecklist},
     {"text_counts_twice", 8, kChecklist},
     {"causal_ignored", 7, kChecklist},
+    {"causal_unasked", 7, kChecklist},
     {"causal_local", 7, kChecklist},
     {"causal_alignment", 7, kChecklist},
     {"causal_offset", 7, kChecklist},

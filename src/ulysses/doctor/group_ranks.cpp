@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ulysses/base/text.h"
 #include "ulysses/doctor/ranks.h"
 
 namespace ulysses::doctor {
@@ -61,6 +62,12 @@ RankAnswer unpack(const std::vector<int64_t>& numbers, const std::string& messag
 }  // namespace
 
 std::vector<RankAnswer> GroupRanks::ask(const Question& question) {
+  if (question.c.cp_size != group_.size()) {  // every rank sees this alike
+    RankAnswer refusal;
+    refusal.outcome = Outcome::kRaised;
+    refusal.message = base::cat("a group of ", group_.size(), " ranks cannot answer for cp_size=", question.c.cp_size);
+    return std::vector(static_cast<size_t>(question.c.cp_size), refusal);
+  }
   const RankAnswer mine = answer_on_rank(question, target_, group_);
   std::vector<int64_t> numbers = pack(mine);
   int64_t longest = 0;

@@ -1,6 +1,8 @@
 #include "ulysses/doctor/numbers.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 #include "ulysses/base/text.h"
@@ -44,12 +46,18 @@ Diagnosis scale_finding(const Case& c, double scale) {
         "scale_ignored",
         cat("softmax_scale=", c.softmax_scale, " is ignored: the numbers are those of 1 / sqrt(D) = ", usual),
         {}};
-  const std::string name = is(1 / d)                  ? " (1 / D)"
-                           : is(1)                    ? " (no scale)"
-                           : is(std::sqrt(d))         ? " (sqrt(D))"
-                           : is(1 / d / std::sqrt(d)) ? " (applied twice and more)"
-                                                      : "";
-  return Finding{"scale", cat("the softmax scale is ", scale, name, " instead of ", c.scale()), {}};
+  struct Known {
+    double value;
+    std::string_view name;
+  };
+  const Known known[] = {
+      {1 / d, " (1 / D)"}, {1, " (no scale)"}, {1 / usual, " (sqrt(D))"}, {usual / d, " (applied twice and more)"}};
+  const auto* found = std::find_if(std::begin(known), std::end(known), [&](const Known& k) { return is(k.value); });
+  const bool named = found != std::end(known);
+  return Finding{
+      "scale",
+      cat("the softmax scale is ", named ? found->value : scale, named ? found->name : "", " instead of ", c.scale()),
+      {}};
 }
 
 }  // namespace

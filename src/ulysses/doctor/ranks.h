@@ -32,7 +32,8 @@ class ThreadRanks final : public Ranks {
 };
 
 // The ranks of a group that exists already (torchrun): every rank runs the doctor, answers for itself, and gets the
-// answers of all. A crash ends the program, and a hang ends with the group's timeout.
+// answers of all. A crash ends the program, and a hang ends with the group's timeout. A question for another number of
+// ranks is refused.
 // Comm: a few small collectives a question; every rank must ask the same questions.
 class GroupRanks final : public Ranks {
  public:

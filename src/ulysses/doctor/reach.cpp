@@ -189,13 +189,17 @@ std::string seen_text(const Table& table) {
 
 Diagnosis causal_pattern(const Table& table) {
   const Case& c = table.c();
-  if (!c.is_causal) return std::nullopt;
   const int64_t shift = c.bottom_right ? c.kv_seq_len() - c.seq_len() : 0;
   const int64_t other_shift = c.kv_seq_len() - c.seq_len() - shift;
   const auto local = [&](int64_t query) { return query - c.token_begin(table.rank_of(query)); };
   const auto finding = [&](std::string kind, std::string_view what) {
     return Finding{std::move(kind), cat(what, ": ", seen_text(table)), {}};
   };
+  if (!c.is_causal) {
+    if (c.window > 0 || !rows_match(table, [](int64_t query, int64_t key) { return key <= query; }))
+      return std::nullopt;
+    return finding("causal_unasked", "attention is causal although is_causal is not asked for");
+  }
   if (rows_match(table, [](int64_t, int64_t) { return true; }))
     return finding("causal_ignored", "is_causal is ignored");
   if (rows_match(table, [&](int64_t query, int64_t key) { return key <= local(query); }))

@@ -42,6 +42,10 @@ struct Meeting {
   std::condition_variable wake;
 };
 
+std::string no_answer(std::chrono::milliseconds hang_limit) {
+  return base::cat("no answer within ", static_cast<double>(hang_limit.count()) / 1000, " s");
+}
+
 // What the transport raised is no answer of the target: the rank waited for one that failed, or too long, or the ranks
 // called collectives that don't fit together, which over Gloo ends the process.
 void classify(RankAnswer& answer, std::chrono::milliseconds hang_limit) {
@@ -50,7 +54,7 @@ void classify(RankAnswer& answer, std::chrono::milliseconds hang_limit) {
   if (answer.outcome != Outcome::kRaised || !says("[CP062]")) return;
   if (says(" waited ")) {
     answer.outcome = Outcome::kHung;
-    answer.message = base::cat("no answer within ", hang_limit.count() / 1000, " s: ", text);
+    answer.message = base::cat(no_answer(hang_limit), ": ", text);
   } else {
     answer.outcome = says(" failed: ") ? Outcome::kReleased : Outcome::kCrashed;
   }
@@ -81,7 +85,7 @@ std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
       classify(answers[rank], hang_limit_);
     } else {
       answers[rank].outcome = Outcome::kHung;
-      answers[rank].message = base::cat("no answer within ", hang_limit_.count() / 1000, " s");
+      answers[rank].message = no_answer(hang_limit_);
       ++stuck_threads_;
     }
   }

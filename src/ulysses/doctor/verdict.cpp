@@ -38,13 +38,14 @@ std::string sizes_text(at::IntArrayRef sizes) { return cat("[", join(sizes), "]"
 
 // Why the outcomes of the ranks leave nothing to compare; kOk if all returned.
 Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>& answers) {
-  std::vector<int64_t> raised, crashed, hung, returned;
+  std::vector<int64_t> raised, crashed, hung;
+  bool waited = false;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
     const auto r = static_cast<int64_t>(rank);
     if (answers[rank].outcome == Outcome::kRaised) raised.push_back(r);
     if (answers[rank].outcome == Outcome::kCrashed) crashed.push_back(r);
     if (answers[rank].outcome == Outcome::kHung) hung.push_back(r);
-    if (answers[rank].outcome == Outcome::kReturned) returned.push_back(r);
+    waited = waited || (answers[rank].outcome != Outcome::kRaised && answers[rank].outcome != Outcome::kReturned);
   }
   Verdict verdict;
   const auto set = [&](VerdictKind kind, const std::vector<int64_t>& ranks, std::string message) {
@@ -64,8 +65,8 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
     set(VerdictKind::kWrong, {*accused}, answers[static_cast<size_t>(*accused)].message);
   } else if (!raised.empty() && raised.size() < answers.size()) {
     set(VerdictKind::kOneRankOnly, raised,
-        cat("rank ", ranges(raised), " raised, the others ", hung.empty() && crashed.empty() ? "did not" : "waited",
-            ": ", text(raised)));
+        cat(raised.size() > 1 ? "ranks " : "rank ", ranges(raised), " raised, the others ",
+            waited ? "waited" : "did not", ": ", text(raised)));
   } else if (!crashed.empty()) {
     set(VerdictKind::kCrashed, crashed, text(crashed));
   } else if (!hung.empty()) {
