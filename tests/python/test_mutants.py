@@ -14,7 +14,7 @@ import pytest
 import backend_cases
 from ulysses_attention.doctor.run import examine
 
-#: Per mutant: kind and sentence of each finding. "#" is a measured number without a closed form, "*" the rest of a text.
+#: Per mutant: kind and sentence of each finding. "#" is a number without a closed form, "*" the rest of a text.
 SENTENCES: dict[str, dict[str, str]] = json.loads((backend_cases.TESTS / "mutant_sentences.json").read_text())
 MUTANTS = {path.stem: path for path in backend_cases.MUTANTS}
 #: One rank waits for good where the number of tokens is odd: only such a case, or the hang limit counts 12 times.

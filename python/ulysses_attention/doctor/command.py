@@ -70,7 +70,7 @@ def _file_of(path: Path, target: str, alone: bool) -> Path:
 def _examine(options: argparse.Namespace, target: str, alone: bool) -> int:
     transport = _transport(options.transport, target)
     speaks = os.environ.get("RANK", "0") == "0" or transport != "torchrun"
-    with Progress(None if speaks else Console(file=open(os.devnull, "w"))) as progress:  # noqa: SIM115
+    with Progress(None if speaks else Console(file=open(os.devnull, "w"))) as progress:
         report = run.examine(
             target,
             worlds=options.world,
@@ -132,8 +132,8 @@ def repro(arguments: Sequence[str]) -> int:
     except (TargetError, ModuleNotFoundError, ValueError, KeyError) as error:
         print(f"ulysses repro: {error}", file=sys.stderr)
         return USAGE
-    error = "" if result["error"] is None else f" (error {result['error']:.2e}, allowed {result['allowed']:.2e})"
-    print(f"{result['id']}: {result['verdict']}{error}")
+    numbers = "" if result["error"] is None else f" (error {result['error']:.2e}, allowed {result['allowed']:.2e})"
+    print(f"{result['id']}: {result['verdict']}{numbers}")
     if result["message"]:
         print(result["message"])
     if finding:

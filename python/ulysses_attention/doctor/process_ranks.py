@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +45,16 @@ def _answer(
     return bool(answer.message)
 
 
-def _set_up(rank: int, group: Any, target: str | Callable[..., Any], devices: Sequence[torch.device]) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _log_of(folder: str, size: int, rank: int) -> Path:
+    return Path(folder) / f"stderr-of-rank-{rank}-of-{size}"
+
+
+def _set_up(
+    rank: int, group: Any, target: str | Callable[..., Any], devices: Sequence[torch.device], logs: str | None = None
+) -> None:
+    if logs is not None:  # what a dying process says is part of its answer, and no noise between the lines of a report
+        with _log_of(logs, group.size(), rank).open("w") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
     _targets[target] = _on_device(as_target(target), devices[rank])
 
 
@@ -78,6 +89,7 @@ class GlooRanks(_C.DoctorRanks):
         self._hang_limit_s = hang_limit_s
         self._own: dict[int, ProcessRanks] = {}
         self._is_set_up: set[int] = set()
+        self._logs = tempfile.TemporaryDirectory(prefix="ulysses-doctor-")
         self.restarts = 0
 
     def __enter__(self) -> GlooRanks:
@@ -92,6 +104,7 @@ class GlooRanks(_C.DoctorRanks):
             world.close()
         self._own = {}
         self._is_set_up = set()
+        self._logs.cleanup()
 
     def ask(self, question: Any) -> list[Any]:
         """One answer per rank; never raises what a rank meets. Called from the C++ core."""
@@ -110,7 +123,7 @@ class GlooRanks(_C.DoctorRanks):
             for rank in range(size):
                 text = error.reports.get(rank)
                 if text is not None:
-                    answers.setdefault(rank, _C.RankAnswer.crashed(text.strip().splitlines()[-1]))
+                    answers.setdefault(rank, _C.RankAnswer.crashed(self._last_words(size, rank, text)))
                 answers.setdefault(rank, _C.RankAnswer.released("another rank ended"))
         except TimeoutError:
             self._restart(size)
@@ -125,9 +138,18 @@ class GlooRanks(_C.DoctorRanks):
             world = self._own[size] = ProcessRanks(size, timeout_s=GROUP_TIMEOUT_S)
         if size not in self._is_set_up:
             devices = [world.device(rank) for rank in range(size)]
-            world.run(_set_up, self._target, devices, timeout_s=120.0)  # imports take longer than an answer may
+            logs = self._logs.name if size in self._own else None  # a world that is lent keeps its own stderr
+            world.run(_set_up, self._target, devices, logs, timeout_s=120.0)  # imports take longer than an answer may
             self._is_set_up.add(size)
         return world
+
+    def _last_words(self, size: int, rank: int, report: str) -> str:
+        """The end of a process in one line: why, as far as it said, and its exit code."""
+        said = _log_of(self._logs.name, size, rank)
+        lines = said.read_text(errors="replace").splitlines() if said.exists() else []
+        why = [line.strip() for line in lines if line.strip().startswith("what():")]
+        end = report.strip().splitlines()[-1]
+        return f"{end}: {why[-1].removeprefix('what():').strip()}" if why else end
 
     def _restart(self, size: int) -> None:
         """A world that failed has ended its processes and starts new ones at its next run."""

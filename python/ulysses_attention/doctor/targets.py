@@ -108,7 +108,8 @@ def _load_module(where: str) -> ModuleType:
             return importlib.import_module(where)
         except ModuleNotFoundError as error:
             raise TargetError(
-                f"no module {where!r} ({error}). Fix: run in the folder that holds it, or name the file: {where}.py:NAME"
+                f"no module {where!r} ({error}). "
+                f"Fix: run in the folder that holds it, or name the file: {where}.py:NAME"
             ) from error
     path = Path(where).resolve()
     if not path.is_file():
@@ -159,19 +160,21 @@ def as_target(target: str | Callable[..., Any]) -> Target:
                 f"{target!r} is no registered backend ({', '.join(backends())}). "
                 f"Fix: one of these, module:Class, module:function, path.py:NAME, or peer:NAME"
             )
-        target = _find(target)
-    if isinstance(target, type):
-        if not issubclass(target, UlyssesAttentionProcessor):
+        found: Callable[..., Any] = _find(target)
+    else:
+        found = target
+    if isinstance(found, type):
+        if not issubclass(found, UlyssesAttentionProcessor):
             raise TargetError(
-                f"{target.__name__} does not inherit UlyssesAttentionProcessor, so nothing enforces the policy. "
-                f"Fix: class {target.__name__}(UlyssesAttentionProcessor), or pass a function. [CP051]"
+                f"{found.__name__} does not inherit UlyssesAttentionProcessor, so nothing enforces the policy. "
+                f"Fix: class {found.__name__}(UlyssesAttentionProcessor), or pass a function. [CP051]"
             )
-        name = f"examined {target.__qualname__} {next(_numbers)}"
-        register_backend(name, target)
+        name = f"examined {found.__qualname__} {next(_numbers)}"
+        register_backend(name, found)
         attend = _through_operation(name)
         weakref.finalize(attend, unregister_backend, name).atexit = False
         return attend
-    return _through_function(target)
+    return _through_function(found)
 
 
 def strategies_of(target: str | Callable[..., Any]) -> list[str]:

@@ -31,7 +31,9 @@ MAX_MESSAGE = 300  # characters
 
 
 class Progress:
-    """Shows a running examination: the case, counts by verdict, seconds. Not on a terminal: a line per strategy and number of ranks.
+    """Shows a running examination: the case, counts by verdict, seconds.
+
+    Not on a terminal: a line per strategy and number of ranks.
 
     console: where to; by default stderr, so that stdout holds the report alone.
     """

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "ulysses/base/text.h"
+#include "ulysses/doctor/duality.h"
 
 namespace ulysses::doctor {
 namespace {
@@ -142,30 +143,6 @@ Diagnosis of_contributions(const Case& c, const Contributions& found) {
 
 }  // namespace
 
-bool Duality::holds() const { return std::abs(of_values - of_output) <= allowed; }
-
-Duality measure_duality(Examiner& examiner, const Case& c) {
-  const Question question = make_question(c);
-  const Observation seen = examiner.observe(question);
-  Duality duality;
-  if (!seen.complete() || !seen.out.isfinite().all().item<bool>()) return duality;
-  const at::Tensor v = question.v.to(at::kDouble), grad_out = question.grad_out.to(at::kDouble);
-  at::Tensor products = seen.dv * v;
-  duality.complete = true;
-  duality.of_values = products.sum().item<double>();
-  duality.of_output = (grad_out * seen.out).sum().item<double>();
-  const double relative = c.dtype.ends_with("16") ? 2e-2 : 1e-4;
-  duality.allowed = relative * (grad_out * seen.out).abs().sum().item<double>();
-  return duality;
-}
-
-Finding duality_finding(const Duality& duality) {
-  return {"other_backward",
-          cat("the backward belongs to another forward: <dv, v> = ", duality.of_values,
-              " but <grad_out, out> = ", duality.of_output, ", which are equal for the same weights"),
-          {}};
-}
-
 Diagnosis explain_gradients(Examiner& examiner, const Case& c) {
   if (!c.backward) return std::nullopt;
   const Question question = make_question(c);
@@ -181,8 +158,9 @@ Diagnosis explain_gradients(Examiner& examiner, const Case& c) {
   const Contributions found = measure(examiner, c, tolerance);
   if (found.complete)
     if (Diagnosis by_rank = of_contributions(c, found)) return by_rank;
-  const Duality duality = measure_duality(examiner, c);
-  if (duality.complete && !duality.holds()) return duality_finding(duality);
+  const Duality duality = duality_of(question, seen);
+  if (duality.complete && !duality.holds())
+    return Finding{"other_backward", cat("the backward belongs to another forward: ", duality.text()), {}};
   const Verdict verdict = judge(question, seen);
   if (verdict.kind != VerdictKind::kWrong) return std::nullopt;
   return Finding{"gradient", cat("the gradients are wrong although the output is right: ", verdict.message), {}};

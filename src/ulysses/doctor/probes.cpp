@@ -8,7 +8,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/doctor/cases.h"
 #include "ulysses/doctor/diagnose.h"
-#include "ulysses/doctor/gradients.h"
+#include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/order.h"
 #include "ulysses/doctor/weights.h"
 
@@ -121,25 +121,23 @@ Diagnosis probe_linearity(Examiner& examiner, const Case& plain, ProbeResult& re
   return wrong(examiner, c, "numbers", cat("the output is not linear in v: off by ", off));
 }
 
-Diagnosis duality_of(Examiner& examiner, const Case& c, ProbeResult& result) {
-  if (!observe(examiner, make_question(c), result).complete()) return std::nullopt;
-  const Duality duality = measure_duality(examiner, c);
+Diagnosis dual(Examiner& examiner, const Case& c, ProbeResult& result) {
+  const Question question = make_question(c);
+  const Observation seen = observe(examiner, question, result);
+  const Duality duality = duality_of(question, seen);
   if (!duality.complete || duality.holds()) return std::nullopt;
-  return c.dropout_p > 0 ? Diagnosis(duality_finding(duality))
-                         : wrong(examiner, c, "other_backward", duality_finding(duality).sentence);
+  return wrong(examiner, c, "other_backward", duality.text());
 }
 
 Diagnosis probe_duality(Examiner& examiner, const Case& plain, ProbeResult& result) {
-  return duality_of(examiner, plain, result);
+  return dual(examiner, plain, result);
 }
 
 // With dropout no value is known, but the backward must belong to the weights of the forward.
 Diagnosis probe_dropout_duality(Examiner& examiner, const Case& plain, ProbeResult& result) {
   Case c = plain;
   c.dropout_p = 0.5;
-  Diagnosis found = duality_of(examiner, c, result);
-  if (found) found->sentence = cat("with dropout_p=0.5 ", found->sentence);
-  return found;
+  return dual(examiner, c, result);
 }
 
 // The same sequence on one rank and on cp_size ranks.

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 
 #include "ulysses/base/text.h"
+#include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/messages.h"
 #include "ulysses/processors/tensor_spec.h"
 
@@ -63,12 +65,12 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
   });
   if (accused != raised.end()) {
     set(VerdictKind::kWrong, {*accused}, answers[static_cast<size_t>(*accused)].message);
+  } else if (!crashed.empty()) {  // what the other ranks then raise is its consequence
+    set(VerdictKind::kCrashed, crashed, text(crashed));
   } else if (!raised.empty() && raised.size() < answers.size()) {
     set(VerdictKind::kOneRankOnly, raised,
         cat(raised.size() > 1 ? "ranks " : "rank ", ranges(raised), " raised, the others ",
             waited ? "waited" : "did not", ": ", text(raised)));
-  } else if (!crashed.empty()) {
-    set(VerdictKind::kCrashed, crashed, text(crashed));
   } else if (!hung.empty()) {
     set(VerdictKind::kHung, hung, text(hung));
   } else if (!raised.empty()) {
@@ -173,6 +175,20 @@ struct Comparison {
   }
 };
 
+// Under dropout the values are chance, and only that the gradients belong to them can be seen.
+Verdict judge_by_duality(const Question& question, const Observation& seen) {
+  const Duality duality = duality_of(question, seen);
+  Verdict verdict;
+  if (!duality.complete) return verdict;
+  verdict.error = std::abs(duality.of_values - duality.of_output);
+  verdict.allowed = duality.allowed;
+  verdict.tensor = "dv";
+  if (duality.holds()) return verdict;
+  verdict.kind = VerdictKind::kWrong;
+  verdict.message = duality.text();
+  return verdict;
+}
+
 }  // namespace
 
 std::string_view to_string(VerdictKind kind) {
@@ -232,7 +248,7 @@ Verdict judge(const Question& question, const Observation& seen) {
   if (!seen.complete()) return seen.failure;
   const Case& c = question.c;
   Verdict verdict;
-  if (c.dropout_p > 0) return verdict;  // nothing to compare with: the duality probe looks at it
+  if (c.dropout_p > 0) return judge_by_duality(question, seen);
   const at::ScalarType dtype = question.q.scalar_type();
   const Reference wanted = attention_reference(question), single = attention_reference(question, dtype);
   // Scores of hundreds lose as many digits in the exponential.

@@ -1,0 +1,28 @@
+#include "ulysses/doctor/duality.h"
+
+#include <cmath>
+
+#include "ulysses/base/text.h"
+
+namespace ulysses::doctor {
+
+bool Duality::holds() const { return std::abs(of_values - of_output) <= allowed; }
+
+std::string Duality::text() const {
+  return base::cat("<dv, v> = ", of_values, " but <grad_out, out> = ", of_output,
+                   ", which are equal for the same weights");
+}
+
+Duality duality_of(const Question& question, const Observation& seen) {
+  Duality duality;
+  if (!seen.dv.defined() || !seen.out.isfinite().all().item<bool>()) return duality;
+  const at::Tensor outputs = seen.out * question.grad_out.to(at::kDouble);
+  duality.complete = true;
+  duality.of_values = (seen.dv * question.v.to(at::kDouble)).sum().item<double>();
+  duality.of_output = outputs.sum().item<double>();
+  const double relative = question.c.dtype.ends_with("16") ? 2e-2 : 1e-4;
+  duality.allowed = relative * outputs.abs().sum().item<double>();
+  return duality;
+}
+
+}  // namespace ulysses::doctor
