@@ -239,9 +239,7 @@ py::dict examine(doctor::Ranks& ranks, doctor::CaseSelection selection, bool pro
   return dict_of(report);
 }
 
-}  // namespace
-
-void bind_examine(py::module_& module) {
+void bind_data(py::module_& module) {
   py::class_<Case> case_class(module, "Case", "One call of a context-parallel attention, as data.");
   case_class.def(py::init(&case_of)).def("id", &Case::id).def("fields", &fields_of);
   case_class.def(py::pickle([](const Case& c) { return py::make_tuple(fields_of(c)); },
@@ -281,6 +279,9 @@ void bind_examine(py::module_& module) {
       .def_property_readonly("mask", [](const RankCall& call) { return optional_tensors(call.mask)[0]; })
       .def_property_readonly(
           "text", [](const RankCall& call) { return optional_tensors(call.text_q, call.text_k, call.text_v); });
+}
+
+void bind_ranks(py::module_& module) {
   py::class_<doctor::Ranks, PyRanks>(module, "DoctorRanks").def(py::init<>());
   py::class_<doctor::ThreadRanks, doctor::Ranks>(module, "ThreadRanks")
       .def(py::init([](const py::function& function, double hang_limit_s) {
@@ -294,6 +295,9 @@ void bind_examine(py::module_& module) {
              return doctor::GroupRanks(python_target(function), exchange::Group(group));
            }),
            py::arg("function"), py::arg("group"));
+}
+
+void bind_functions(py::module_& module) {
   py::class_<doctor::CaseSelection>(module, "CaseSelection")
       .def(py::init<>())
       .def_readwrite("worlds", &doctor::CaseSelection::worlds)
@@ -340,6 +344,14 @@ void bind_examine(py::module_& module) {
         return std::make_pair(dict_of(result), finding ? py::object(dict_of(*finding)) : py::object(py::none()));
       },
       py::arg("ranks"), py::arg("case"));
+}
+
+}  // namespace
+
+void bind_examine(py::module_& module) {
+  bind_data(module);
+  bind_ranks(module);
+  bind_functions(module);
 }
 
 }  // namespace ulysses::bindings

@@ -24,7 +24,7 @@ class Examination {
       ask(c, std::ssize(cases));
       // A backward that is refused must not hide a forward that is wrong.
       const VerdictKind kind = report_.cases.back().verdict.kind;
-      if (kind == VerdictKind::kOk || kind == VerdictKind::kWrong || kind == VerdictKind::kHung) continue;
+      if (kind != VerdictKind::kRefused && kind != VerdictKind::kUnclearMessage) continue;
       Case forward = c;
       forward.backward = false;
       const VerdictKind alone = examiner_.check(forward).kind;
