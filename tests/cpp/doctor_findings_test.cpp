@@ -12,6 +12,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/contract/capability.h"
 #include "ulysses/doctor/diagnose.h"
+#include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/examine.h"
 #include "ulysses/doctor/gradients.h"
 #include "ulysses/doctor/weights.h"
@@ -262,7 +263,8 @@ TEST(DoctorDuality, HoldsForOursAndNotForABackwardOfAnotherForward) {
   const auto measured = [](const Target& target) {
     ThreadRanks ranks(target);
     Examiner examiner(ranks);
-    return measure_duality(examiner, plain_case(2, ""));
+    const Question question = make_question(plain_case(2, ""));
+    return duality_of(question, examiner.observe(question));
   };
   const Duality right = measured(registered_target());
   EXPECT_TRUE(right.complete && right.holds()) << right.of_values << " " << right.of_output;

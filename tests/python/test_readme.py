@@ -41,7 +41,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 4
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 5
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -69,6 +69,15 @@ def test_backend_snippet_gives_each_rank_its_rows(tmp_path: Path) -> None:
     assert text.strip() == "[torch.Size([1, 8, 4, 16]), torch.Size([1, 8, 4, 16])]"
 
 
+def test_doctor_snippet_gets_the_verdicts_that_stand_beside_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(snippet("# mine.py"))
+    lines = [line for block in blocks("sh") for line in block.splitlines() if "doctor" in line]
+    for command, expected in (line.split("  # ") for line in lines):
+        text = run(sys.executable, "-m", "ulysses_attention.cli", *command.split()[1:], "--quick", cwd=tmp_path)
+        assert text.startswith("exit 1") == (command.split(":")[1] == "wrong"), text
+        assert expected in " ".join(text.split()), text
+
+
 def test_conformance_snippet_is_a_test_suite(tmp_path: Path) -> None:
     (tmp_path / "my_backend.py").write_text(snippet("register_backend"))
     (tmp_path / "test_my_backend.py").write_text(snippet("ulysses_conformance"))
@@ -84,6 +93,8 @@ def test_every_shell_command_is_run_by_a_test_here() -> None:
     assert commands == [
         "make demo",  # below
         "make test",  # what runs this test
+        "ulysses doctor mine.py:wrong",  # below
+        "ulysses doctor mine.py:Right",  # below
         "ulysses check --seq-len 3000 --cp-size 4 --heads 30 --kv-heads 6",  # below
         "ulysses guide",  # below
     ]
