@@ -1,6 +1,7 @@
 #include "ulysses/doctor/cases.h"
 
 #include <algorithm>
+#include <array>
 
 #include "ulysses/contract/capability.h"
 #include "ulysses/partition/sequence_layout.h"
@@ -35,8 +36,7 @@ void set_heads(Case& c, int64_t num_heads, int64_t num_kv_heads) {
   c.num_kv_heads = num_kv_heads;
 }
 
-const std::vector<Shape>& shapes() {
-  static const std::vector<Shape> kShapes = {
+constexpr std::array kShapes = std::to_array<Shape>({
       {Feature::kEqualShards, [](Case&) {}},
       {Feature::kEqualShards,
        [](Case& c) {
@@ -123,9 +123,7 @@ const std::vector<Shape>& shapes() {
       {Feature::kQkvFormat, [](Case& c) { c.qkv_format = "bhsd"; }},
       {Feature::kHybridDegree, [](Case& c) { c.ulysses_degree = 2; }},
       {Feature::kHeadTailOrder, [](Case& c) { c.order = "head_tail"; }},
-  };
-  return kShapes;
-}
+});
 
 // "*" and "?" as in a shell, over the whole text.
 bool matches(std::string_view glob, std::string_view text) {
@@ -164,7 +162,7 @@ std::vector<Case> make_cases(const CaseSelection& selection) {
   for (const int64_t cp_size : selection.worlds) {
     for (const std::string& strategy : selection.strategies) {
       const Shape* previous = nullptr;
-      for (const Shape& row : shapes()) {
+      for (const Shape& row : kShapes) {
         const bool first = previous == nullptr || previous->feature != row.feature;
         previous = &row;
         if (selection.quick && !first) continue;
