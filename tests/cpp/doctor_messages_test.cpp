@@ -39,7 +39,7 @@ TEST(DoctorMessages, ATextIsClearWhereItNamesTheOptionOrANumberOfTheCase) {
       {"stacked shapes", uneven, "stack expects each tensor to be equal size", false},
       {"numbers without a subject", plain(), "got 4 and 16", false},
       {"a subject without numbers", plain(), "wrong number of heads", false},
-      {"a subject with numbers in a list", plain(), "the head dimension of [2, 8, 4, 16] is not right", false},
+      {"a subject with numbers in a list", plain(), "every rank must bring as many tokens, not [8, 9]", true},
       {"a subject with numbers of another case", plain(), "num_heads 30 is not divisible by 7", false},
       {"a part of a number", plain(), "sequence of 416 tokens", false},
       {"heads by ranks", plain(), "num_heads 7 is not divisible by 2", true},
