@@ -63,7 +63,8 @@ std::string render_symptoms() {
   never reach the queries. Concatenating a rank's own K/V `cp_size` times is the same mistake with the right shape.
 - Ours: a backend that overrides the exchange is proved by content (CP053): the checksums of each rank's K/V are compared
   with what the others announce. For an `attend()` that ignores keys, and for code that is not ours,
-  `check_attention(fn, group)` says in one sentence which keys never reach which queries.
+  `ulysses doctor module:function` on one machine, or `check_attention(fn, group)` in the running job, says in one
+  sentence which keys never reach which queries.
 - Fix: gather K and V over the group (below), or use the operation.
 
 ### Right shapes, wrong numbers, and no layout
@@ -78,7 +79,8 @@ std::string render_symptoms() {
 
 - Cause: the ranks call different collectives, or with different sizes.
 - Ours: CP060 names rank, field and both values before data moves; CP062 the ranks that raised, failed or never came.
-- Fix: the same arguments on every rank; rerun with `agreement="always"`.
+- Fix: the same arguments on every rank; rerun with `agreement="always"`. `ulysses doctor --faults` shows what every rank
+  is told when one is killed, stopped, slow, absent or of another opinion.
 )");
 }
 
@@ -150,7 +152,9 @@ register_backend("my_backend", MyBackend)
   int64 `[Sq]`, the queries' global positions, which under `strategy="allgather_kv"` do not start at 0; causal calls there
   need it. `need_lse`: return `(out, lse)` with lse `[B, h, Sq]`.
 - Choose it with `UlyssesContextParallelPolicy(backend_name="my_backend")`, or call `MyBackend().forward(q, k, v, group)`.
-- Prove it: `check_attention(lambda q, k, v: MyBackend().forward(q, k, v, group), group)` on every rank.
+- Prove it: `ulysses doctor my_module:MyBackend` asks every row of the table above on one machine without a GPU, and
+  says what is refused and what is wrong, in one sentence with the tokens, heads or ranks. `ulysses_conformance(MyBackend)`
+  makes the same a test suite of yours. In a running job: `check_attention(fn, group)` on every rank.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
 - What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with
