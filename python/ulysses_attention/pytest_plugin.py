@@ -43,6 +43,7 @@ class Item:
 
 @dataclasses.dataclass
 class Answer:
+    id: str
     verdict: str
     message: str
     finding: dict[str, Any] | None
@@ -73,8 +74,11 @@ class Examination:
         if isinstance(item.asked, Probe):
             return self._probe(item.asked, f"pytest {shlex.quote(node_id)}")
         result, finding = _C.examine_case(self._ranks, item.asked)
+        if result["verdict"] == "refused" and item.asked.backward:  # a wrong forward must not hide behind it
+            forward = _C.examine_case(self._ranks, _C.Case({**result["fields"], "backward": False}))
+            result, finding = forward if forward[0]["verdict"] == "wrong" else (result, finding)
         again = case_line(self._target, self._transport, result["fields"])
-        return Answer(result["verdict"], result["message"], finding, again)
+        return Answer(result["id"], result["verdict"], result["message"], finding, again)
 
     def _probe(self, probe: Probe, again: str) -> Answer:
         """All probes of a strategy and a number of ranks run together, because a fault shows in several of them."""
@@ -86,7 +90,7 @@ class Examination:
         report = self._probed[key]
         (result,) = [found for found in report["probes"] if found["name"] == probe.name]
         finding = None if result["finding"] is None else report["findings"][result["finding"]]
-        return Answer(result["verdict"], result["detail"], finding, again)
+        return Answer(probe.id, result["verdict"], result["detail"], finding, again)
 
 
 def _items(selection: Any) -> Iterator[Item]:
@@ -99,13 +103,13 @@ def _items(selection: Any) -> Iterator[Item]:
         yield Item(case.id(), case)
 
 
-def _failure(item: Item, answer: Answer) -> str:
+def _failure(answer: Answer) -> str:
     """The diagnosis first, then where it shows, what to read and what to type."""
     finding = answer.finding or {"sentence": answer.message, "point": "", "anchor": ""}
     where = "" if answer.message == finding["sentence"] else answer.message
     lines = {
         "": finding["sentence"],
-        "case": f"{item.id}: {answer.verdict}",
+        "case": f"{answer.id}: {answer.verdict}",
         "where": where,
         "checklist": finding["point"],
         "guide": finding["anchor"],
@@ -123,7 +127,7 @@ def _check(item: Item, answer: Answer, strict: Sequence[str], node: pytest.Item)
             node.user_properties.append((f"ulysses_{answer.verdict}", answer.message))
             node.add_report_section("call", "ulysses", f"{answer.verdict}: {answer.message}")
         return
-    pytest.fail(_failure(item, answer), pytrace=False)
+    pytest.fail(_failure(answer), pytrace=False)
 
 
 def _refuse_unknown(strict: Iterable[str], transport: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shlex
 import subprocess
@@ -43,6 +44,12 @@ def built_in(q, k, v, group, **options):
 
 def wrong_scale(q, k, v, group, **options):
     return built_in(1.1 * q, k, v, group, **options)
+
+
+def trains_not(q, k, v, group, **options):
+    if q.requires_grad:
+        raise NotImplementedError("the backward is not supported")
+    return wrong_scale(q, k, v, group, **options)
 
 
 def test_of_the_author():
@@ -87,6 +94,7 @@ def test_a_wrong_processor_fails_with_the_diagnosis_and_no_traceback(
     assert lines[begin + 4].startswith("guide: docs/guide.md#")
     assert lines[begin + 6].startswith("====")  # nothing more: no traceback
     again = shlex.split(lines[begin + 5].removeprefix("again: "))
+    assert json.loads(again[2])["target"] == "test_author.py:Local"
     capsys.readouterr()
     assert again[0] == "ulysses" and cli.main(again[1:]) == 1
     assert LOCAL in capsys.readouterr().out
@@ -129,6 +137,13 @@ def test_a_refusal_passes_and_is_recorded_but_fails_where_strict(suite: Any, pyt
     result = suite(f"{arguments}, strict=['is_causal']")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["refused, and strict asks for is_causal: *CP050]", "case: is_causal/*: refused"])
+
+
+def test_a_refused_backward_hides_no_wrong_forward(suite: Any) -> None:
+    result = suite("trains_not, cases='equal_shards/W2/float32/S16-H4-B2'")
+    result.assert_outcomes(passed=1, failed=1)
+    case = "case: equal_shards/W2/float32/S16-H4-B2-forward: wrong"
+    result.stdout.fnmatch_lines(["the softmax scale is 0.275 instead of 0.25", case])
 
 
 def test_processes_end_with_the_tests_of_their_module(suite: Any) -> None:
