@@ -1,6 +1,7 @@
 // One fault in a small attention, and the one sentence that the doctor must find for it; none for what is right.
 #include <ATen/ops/einsum.h>
 #include <ATen/ops/eye.h>
+#include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -14,7 +15,6 @@
 #include "ulysses/doctor/diagnose.h"
 #include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/examine.h"
-#include "ulysses/doctor/gradients.h"
 #include "ulysses/doctor/weights.h"
 #include "ulysses/exchange/token_gather.h"
 #include "ulysses/processors/attention.h"
@@ -272,6 +272,45 @@ TEST(DoctorDuality, HoldsForOursAndNotForABackwardOfAnotherForward) {
   const Duality wrong = measured(gradient_times_ranks);
   EXPECT_TRUE(wrong.complete && !wrong.holds()) << wrong.of_values << " " << wrong.of_output;
   EXPECT_NEAR(wrong.of_values, 2 * wrong.of_output, wrong.allowed);
+}
+
+// Under dropout it is all that can be seen: every call draws other weights.
+TEST(DoctorDuality, JudgesDropout) {
+  Case c = plain_case(2, "");
+  c.dropout_p = 0.5;
+  const auto drops = [](double gradient_factor) -> Target {
+    return [gradient_factor](const RankCall& call, const Group& group) -> AttentionResult {
+      TORCH_CHECK_VALUE(call.c.backward, "dropout is for training: backward");
+      Case without = call.c;
+      without.dropout_p = 0;
+      const at::Tensor out = ours({without, call.q, call.k, call.v, {}, {}, {}}, group).out;
+      const at::Tensor kept = at::rand({1, 1, 1, out.size(3)}).lt(0.5).to(out.scalar_type()) * 2;
+      return {Times::apply(out * kept, gradient_factor), {}};
+    };
+  };
+  for (const double factor : {1.0, 2.0}) {
+    ThreadRanks ranks(drops(factor));
+    const Verdict verdict = Examiner(ranks).check(c);
+    EXPECT_EQ(verdict.kind, factor == 1.0 ? VerdictKind::kOk : VerdictKind::kWrong) << verdict.message;
+    EXPECT_EQ(verdict.tensor, "dv");
+    EXPECT_EQ(verdict.message.starts_with("<dv, v> = "), factor != 1.0) << verdict.message;
+  }
+}
+
+// A case whose backward is refused is asked again without gradients, and only then.
+TEST(DoctorFindings, ARefusedBackwardDoesNotHideAWrongForward) {
+  const Target forward_only = [](const RankCall& call, const Group& group) -> AttentionResult {
+    TORCH_CHECK_VALUE(!call.c.backward, "backward is not offered");
+    return local_only(call, group);
+  };
+  const Report report = examined(forward_only, "equal_shards/*-H4-B2", /*probes=*/false);
+  ASSERT_EQ(report.cases.size(), 2U);
+  EXPECT_EQ(report.cases[0].verdict.kind, VerdictKind::kRefused);
+  EXPECT_EQ(report.cases[1].verdict.kind, VerdictKind::kWrong);
+  EXPECT_EQ(report.cases[1].c.id(), "equal_shards/W2/float32/S16-H4-B2-forward");
+  ASSERT_EQ(report.findings.size(), 1U);
+  EXPECT_EQ(report.findings[0].kind, "local_only");
+  EXPECT_FALSE(report.passed());
 }
 
 }  // namespace

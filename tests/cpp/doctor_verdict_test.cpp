@@ -177,6 +177,7 @@ TEST(DoctorVerdict, OutcomesThatLeaveNothingToCompare) {
       {{hung, hung}, VerdictKind::kHung, "no answer within 5 s", "0-1"},
       {{returned, hung}, VerdictKind::kHung, "no answer within 5 s", "1"},
       {{crashed, hung}, VerdictKind::kCrashed, "signal 6", "0"},
+      {{crashed, raised("connection closed")}, VerdictKind::kCrashed, "signal 6", "0"},
       {{returned, raised("own keys [CP053]")}, VerdictKind::kWrong, "own keys [CP053]", "1"},
       {{raised("x [CP052]"), raised("x [CP052]")}, VerdictKind::kWrong, "x [CP052]", "0"},
   };
