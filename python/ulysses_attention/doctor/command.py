@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _transport(asked: str | None, target: str) -> str:
     if run.under_launcher():
+        if asked:
+            raise ValueError(f"transport={asked!r} under a launcher, whose ranks are used. Fix: leave --transport out")
         return "torchrun"
     if asked == "shm":
         raise ValueError("transport='shm' is not part of this version. Fix: --transport threads, or gloo")

@@ -23,7 +23,7 @@ GROUP_TIMEOUT_S = 10.0
 _targets: dict[Any, Target] = {}  # of this rank process: a target is set up once
 
 
-def _on_device(target: Target, device: torch.device) -> Target:
+def on_device(target: Target, device: torch.device) -> Target:
     """Questions are CPU tensors; a rank of an NCCL world computes on its GPU."""
     if device.type == "cpu":
         return target
@@ -55,7 +55,7 @@ def _set_up(
     if logs is not None:  # what a dying process says is part of its answer, and no noise between the lines of a report
         with _log_of(logs, group.size(), rank).open("w") as log:
             os.dup2(log.fileno(), sys.stderr.fileno())
-    _targets[target] = _on_device(as_target(target), devices[rank])
+    _targets[target] = on_device(as_target(target), devices[rank])
 
 
 def _heartbeat(rank: int, group: Any, devices: Sequence[torch.device]) -> None:

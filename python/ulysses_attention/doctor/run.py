@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
-from ulysses_attention.doctor.process_ranks import GlooRanks
+from ulysses_attention.doctor.process_ranks import GlooRanks, on_device
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, strategies_of
 
@@ -36,9 +36,13 @@ def under_launcher() -> bool:
 def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
     """The ranks that are asked. Errors: TargetError."""
     if transport == "torchrun":
+        has_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        return _C.GroupRanks(as_target(target), dist.group.WORLD)
+            if has_gpu:
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if has_gpu else "gloo")
+        return _C.GroupRanks(on_device(as_target(target), device), dist.group.WORLD)
     if transport == "gloo":
         return GlooRanks(target)
     if isinstance(target, str) and target.startswith(PEER):

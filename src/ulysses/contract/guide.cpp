@@ -74,17 +74,17 @@ std::string render_symptoms() {
   as long.
 - Ours: with `layout=` CP012 names the rows that each rank must pass.
 - Fix: `q.transpose(1, 2)`, and pass the layout that cut the shards.
+)");
+}
 
+constexpr std::string_view kRanksDisagree = R"(
 ### It hangs, or the process dies inside Gloo
 
 - Cause: the ranks call different collectives, or with different sizes.
 - Ours: CP060 names rank, field and both values before data moves; CP062 the ranks that raised, failed or never came.
 - Fix: the same arguments on every rank; rerun with `agreement="always"`. `ulysses doctor --faults` shows what every rank
   is told when one is killed, stopped, slow, absent or of another opinion.
-)");
-}
 
-constexpr std::string_view kSameEverywhere = R"(
 ### Static, or noise in part of the picture
 
 - Cause: what must be equal on every rank is not. Without a common seed each rank draws its own noise, and only one rank's
@@ -244,7 +244,7 @@ std::string render_capability_table() {
 std::string render_guide(std::string_view recipe_source) {
   while (!recipe_source.empty() && recipe_source.back() == '\n') recipe_source.remove_suffix(1);
   return cat(
-      kOpening, render_symptoms(), kSameEverywhere, render_rules(),
+      kOpening, render_symptoms(), kRanksDisagree, render_rules(),
       "\n## What each strategy supports\n\nThe operation's refusals are read from this table.\n\n",
       render_capability_table(), render_checklist(), kBackend, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "
