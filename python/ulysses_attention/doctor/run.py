@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ulysses_attention import _C, __version__
 from ulysses_attention.doctor.process_ranks import GlooRanks, on_device
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
-from ulysses_attention.doctor.targets import PEER, TargetError, as_target, strategies_of
+from ulysses_attention.doctor.targets import PEER, TargetError, as_target, check_target, strategies_of
 
 __all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "reproduce", "select"]
 
@@ -44,7 +44,11 @@ def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
             dist.init_process_group("nccl" if has_gpu else "gloo")
         return _C.GroupRanks(on_device(as_target(target), device), dist.group.WORLD)
     if transport == "gloo":
+        if isinstance(target, str):
+            check_target(target)  # before a world starts for it
         return GlooRanks(target)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} is unknown. Fix: {' or '.join(TRANSPORTS)}")
     if isinstance(target, str) and target.startswith(PEER):
         raise TargetError(f"{target} looks its group up per process and needs processes. Fix: --transport gloo")
     return _C.ThreadRanks(as_target(target))
@@ -110,8 +114,6 @@ def examine(
     Comm:   starts its own ranks; under a launcher every rank must call it, and its world is the one that is used.
     Errors: TargetError; ValueError for a transport that is not one of TRANSPORTS.
     """
-    if transport not in (*TRANSPORTS, "torchrun"):
-        raise ValueError(f"transport={transport!r} is unknown. Fix: {' or '.join(TRANSPORTS)}")
     selection = select(target, worlds=worlds, cases=cases, quick=quick)
     start = time.monotonic()
     ranks = ranks_of(target, transport)
@@ -143,8 +145,13 @@ def examine(
 
 
 def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Ask one case again: (the case's result, the finding or None). `line` is the JSON of `ulysses repro`."""
+    """Ask one case again: (the case's result, the finding or None). `line` is the JSON of `ulysses repro`.
+
+    Errors: TargetError; ValueError for a line that is no case.
+    """
     asked = json.loads(line)
+    if not isinstance(asked, dict) or set(asked) != {"target", "transport", "case"}:
+        raise ValueError("the line is no case. Fix: the text between the quotes of an `ulysses repro` line")
     ranks = ranks_of(asked["target"], asked["transport"])
     try:
         return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))

@@ -21,7 +21,7 @@ from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
 from ulysses_attention.processor import UlyssesAttentionProcessor, backends, register_backend, unregister_backend
 
-__all__ = ["Target", "TargetError", "as_target", "strategies_of"]
+__all__ = ["Target", "TargetError", "as_target", "check_target", "strategies_of"]
 
 #: (q, k, v, group, call) → out or (out, lse): what a rank calls, whatever the target is.
 Target = Callable[..., Any]
@@ -175,6 +175,16 @@ def as_target(target: str | Callable[..., Any]) -> Target:
         weakref.finalize(attend, unregister_backend, name).atexit = False
         return attend
     return _through_function(found)
+
+
+def check_target(target: str) -> None:
+    """Errors: TargetError, ModuleNotFoundError or ValueError where as_target would raise, without setting a peer up."""
+    if target.startswith(PEER):
+        from ulysses_attention.doctor import peers
+
+        peers.load(target)
+    else:
+        as_target(target)
 
 
 def strategies_of(target: str | Callable[..., Any]) -> list[str]:

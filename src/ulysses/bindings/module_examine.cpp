@@ -44,12 +44,17 @@ py::dict fields_of(const Case& c) {
 Case case_of(const py::dict& fields) {
   Case c;
   size_t used = 0;
+  std::string problem;
   doctor::for_each_field(c, [&](const char* name, auto& member) {
     if (!fields.contains(name)) return;
-    member = py::cast<std::decay_t<decltype(member)>>(fields[name]);
+    try {
+      member = py::cast<std::decay_t<decltype(member)>>(fields[name]);
+    } catch (const py::cast_error&) {
+      problem = base::cat(name, "=", std::string(py::repr(fields[name])), " is of another type");
+    }
     ++used;
   });
-  std::string problem = doctor::problem_of(c);
+  if (problem.empty()) problem = doctor::problem_of(c);
   if (used != fields.size()) problem = "a field is none of a case";
   if (!problem.empty())
     throw base::Error({{"CP012", base::ErrorKind::kInvalidArgument, problem, "", "the line that the doctor printed"}},

@@ -38,16 +38,26 @@ at::Tensor by_tokens(const at::Tensor& lse) { return lse.transpose(1, 2).unsquee
 
 std::string sizes_text(at::IntArrayRef sizes) { return cat("[", join(sizes), "]"); }
 
+// What our own operation raises because of another rank is no answer of this one: CP067, another rank's attend()
+// failed; CP062, the group did.
+Outcome own_outcome(const RankAnswer& answer) {
+  const auto says = [&](std::string_view words) { return answer.message.find(words) != std::string::npos; };
+  if (answer.outcome != Outcome::kRaised) return answer.outcome;
+  if (says("[CP067]")) return Outcome::kReleased;
+  if (!says("[CP062]")) return Outcome::kRaised;
+  return says("torch.distributed failed") ? Outcome::kReleased : Outcome::kCrashed;
+}
+
 // Why the outcomes of the ranks leave nothing to compare; kOk if all returned.
 Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>& answers) {
-  std::vector<int64_t> raised, crashed, hung;
-  bool waited = false;
+  std::vector<int64_t> raised, crashed, hung, released;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
     const auto r = static_cast<int64_t>(rank);
-    if (answers[rank].outcome == Outcome::kRaised) raised.push_back(r);
-    if (answers[rank].outcome == Outcome::kCrashed) crashed.push_back(r);
-    if (answers[rank].outcome == Outcome::kHung) hung.push_back(r);
-    waited = waited || (answers[rank].outcome != Outcome::kRaised && answers[rank].outcome != Outcome::kReturned);
+    const Outcome outcome = own_outcome(answers[rank]);
+    if (outcome == Outcome::kRaised) raised.push_back(r);
+    if (outcome == Outcome::kCrashed) crashed.push_back(r);
+    if (outcome == Outcome::kHung) hung.push_back(r);
+    if (outcome == Outcome::kReleased) released.push_back(r);
   }
   Verdict verdict;
   const auto set = [&](VerdictKind kind, const std::vector<int64_t>& ranks, std::string message) {
@@ -70,7 +80,7 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
   } else if (!raised.empty() && raised.size() < answers.size()) {
     set(VerdictKind::kOneRankOnly, raised,
         cat(raised.size() > 1 ? "ranks " : "rank ", ranges(raised), " raised, the others ",
-            waited ? "waited" : "did not", ": ", text(raised)));
+            released.empty() && hung.empty() ? "did not" : "waited", ": ", text(raised)));
   } else if (!hung.empty()) {
     set(VerdictKind::kHung, hung, text(hung));
   } else if (!raised.empty()) {
@@ -78,6 +88,8 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
       return is_clear_message(question.c, answer.message);
     });
     set(clear ? VerdictKind::kRefused : VerdictKind::kUnclearMessage, raised, text(raised));
+  } else if (!released.empty()) {
+    set(VerdictKind::kCrashed, released, text(released));
   }
   return verdict;
 }
