@@ -88,7 +88,7 @@ TEST(DoctorThreadRanks, ARankGetsItsOwnRowsAndWhatItWritesIsSeen) {
     const RankAnswer& answer = answers[static_cast<size_t>(rank)];
     EXPECT_TRUE(at::equal(answer.out, question.q.narrow(1, 8 * rank, 8) * 2));
     EXPECT_TRUE(at::equal(answer.dq, question.grad_out.narrow(1, 8 * rank, 8) * 2));
-    EXPECT_EQ(answer.written_input, rank == 1 ? "v" : "");
+    EXPECT_EQ(answer.violation, rank == 1 ? "the call writes to its input v" : "");
   }
 }
 
@@ -119,7 +119,7 @@ std::vector<std::vector<RankAnswer>> group_answers(const Question& question, con
 void expect_same(const RankAnswer& got, const RankAnswer& wanted) {
   EXPECT_EQ(got.outcome, wanted.outcome);
   EXPECT_EQ(got.message, wanted.message);
-  EXPECT_EQ(got.written_input, wanted.written_input);
+  EXPECT_EQ(got.violation, wanted.violation);
   EXPECT_EQ(got.collectives, wanted.collectives);
   EXPECT_EQ(got.bytes_sent, wanted.bytes_sent);
   for (const auto member : {&RankAnswer::out, &RankAnswer::lse, &RankAnswer::dq, &RankAnswer::dk, &RankAnswer::dv}) {

@@ -129,7 +129,7 @@ TEST(DoctorVerdict, WhatCannotBeComparedIsNamedByRank) {
       {[](Answers& a) { a[1].lse.reset(); }, "rank 1: lse has shape none instead of [1, 2, 2] (batch, heads, rows)"},
       {[](Answers& a) { a[0].lse = a[0].lse.transpose(1, 2); },
        "rank 0: lse has shape [1, 3, 2] instead of [1, 2, 3] (batch, heads, rows)"},
-      {[](Answers& a) { a[0].written_input = "k"; }, "rank 0: the call writes to its input k"},
+      {[](Answers& a) { a[0].violation = "the call writes to its input k"; }, "rank 0: the call writes to its input k"},
   };
   for (const auto& [change, message] : faults) {
     const Verdict verdict = verdict_of(change);

@@ -55,7 +55,8 @@ Case case_of(const py::dict& fields) {
     ++used;
   });
   if (problem.empty()) problem = doctor::problem_of(c);
-  if (used != fields.size()) problem = "a field is none of a case";
+  if (used != fields.size())
+    problem = base::cat("not all of ", std::string(py::str(fields.attr("keys")())), " are fields of a case");
   if (!problem.empty())
     throw base::Error({{"CP012", base::ErrorKind::kInvalidArgument, problem, "", "the line that the doctor printed"}},
                       "repro");
@@ -88,7 +89,7 @@ Question unpack_question(const py::tuple& packed) {
 
 py::tuple pack_answer(const RankAnswer& a) {
   return py::make_tuple(static_cast<int64_t>(a.outcome), a.message, optional_tensors(a.out, a.lse, a.dq, a.dk, a.dv),
-                        a.written_input, a.collectives, a.bytes_sent);
+                        a.violation, a.collectives, a.bytes_sent);
 }
 
 RankAnswer unpack_answer(const py::tuple& packed) {
@@ -340,13 +341,15 @@ void bind_functions(py::module_& module) {
   module.def(
       "examine_case",
       [](doctor::Ranks& ranks, const Case& c) {
-        doctor::CaseResult result;
-        std::optional<doctor::Finding> finding;
+        std::vector<doctor::ExaminedCase> examined;
         {
           const py::gil_scoped_release no_gil;
-          std::tie(result, finding) = doctor::examine_case(ranks, c);
+          examined = doctor::examine_case(ranks, c);
         }
-        return std::make_pair(dict_of(result), finding ? py::object(dict_of(*finding)) : py::object(py::none()));
+        py::list pairs;
+        for (const auto& [result, finding] : examined)
+          pairs.append(py::make_tuple(dict_of(result), finding ? py::object(dict_of(*finding)) : py::none()));
+        return pairs;
       },
       py::arg("ranks"), py::arg("case"));
 }

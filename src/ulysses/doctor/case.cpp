@@ -68,6 +68,16 @@ std::string problem_of(const Case& c) {
     return "batch, heads, head sizes and documents must be positive";
   if (c.num_heads % c.num_kv_heads != 0)
     return cat("num_heads=", c.num_heads, " is no multiple of num_kv_heads=", c.num_kv_heads);
+  if (c.masked_keys < 0 || c.masked_keys > c.kv_seq_len() || c.window < 0 || c.text_len < 0)
+    return cat("masked_keys, window and text_len must not be negative, and masked_keys not above ", c.kv_seq_len());
+  if (c.num_documents > std::max<int64_t>(1, c.seq_len()))
+    return cat("num_documents=", c.num_documents, " is more than the ", c.seq_len(), " tokens");
+  if (!(c.dropout_p >= 0 && c.dropout_p < 1)) return cat("dropout_p=", c.dropout_p, " is not in [0, 1)");
+  constexpr int64_t kMaxElements = int64_t{1} << 26;
+  const int64_t tokens = std::max(c.seq_len(), c.kv_seq_len());
+  const int64_t scores = tokens > 1 << 13 ? kMaxElements : c.batch * c.num_heads * c.seq_len() * c.kv_seq_len();
+  if (scores >= kMaxElements || c.batch * c.num_heads * c.head_dim * tokens > kMaxElements)
+    return cat(tokens, " tokens are more than one process compares: the doctor's cases are small");
   return "";
 }
 

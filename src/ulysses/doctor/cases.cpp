@@ -157,10 +157,14 @@ Case plain_case(int64_t cp_size, const std::string& strategy) {
   return c;
 }
 
+std::vector<std::string> strategies_of(const CaseSelection& selection) {
+  return selection.strategies.empty() ? std::vector<std::string>{""} : selection.strategies;
+}
+
 std::vector<Case> make_cases(const CaseSelection& selection) {
   std::vector<Case> cases;
   for (const int64_t cp_size : selection.worlds) {
-    for (const std::string& strategy : selection.strategies) {
+    for (const std::string& strategy : strategies_of(selection)) {
       const Shape* previous = nullptr;
       for (const Shape& row : kShapes) {
         const bool first = previous == nullptr || previous->feature != row.feature;

@@ -10,11 +10,14 @@ namespace ulysses::doctor {
 // Which cases to make.
 struct CaseSelection {
   std::vector<int64_t> worlds = {2, 4};
-  std::vector<std::string> strategies = {""};  // contract::known_strategies() for our own operation
+  std::vector<std::string> strategies;  // {""} for a target that has no such argument
   std::vector<std::string> dtypes = {"float32", "bfloat16", "float16", "float64"};
   bool quick = false;  // one shape a feature; float32, and bfloat16 for the plain call
   std::string glob;    // of Case::id(), "*" and "?"; "" takes all
 };
+
+// The strategies that are asked: one without a name where the selection has none.
+std::vector<std::string> strategies_of(const CaseSelection& selection);
 
 // Every row of the capability table × shapes × strategies × dtypes × numbers of ranks, the simple ones first.
 std::vector<Case> make_cases(const CaseSelection& selection);

@@ -24,7 +24,7 @@ struct Simplification {
 };
 
 bool make_equal_shards(Case& c) {
-  if (c.has_even_shards() && c.kv_lengths == c.lengths) return false;
+  if (c.has_even_shards()) return false;
   set_shards(c, 8);
   return true;
 }
@@ -130,9 +130,13 @@ Diagnosis explain_keys(Examiner& examiner, const Case& c) {
 }
 
 Diagnosis explain_reach(Examiner& examiner, const Case& c) {
-  Diagnosis found = explain_weights(examiner, c, measure_weights(examiner, c));
+  Diagnosis found = explain_weights(c, measure_weights(examiner, c));
   if (found && found->kind == "local_only") return refine_local(examiner, c, *found);
   return found;
+}
+
+Finding dropout_finding(const Verdict& verdict) {
+  return {verdict.tensor == "dv" ? "other_backward" : "dropout", cat("with dropout ", verdict.message), {}};
 }
 
 Finding explain(Examiner& examiner, const Case& c) {
@@ -141,8 +145,7 @@ Finding explain(Examiner& examiner, const Case& c) {
   constexpr Explain kForward[] = {explain_state, explain_batch,  explain_reach, explain_kv_heads,
                                   explain_order, explain_values, explain_keys};
   if (c.dropout_p > 0)  // chance differs from call to call; what the gradients belong to does not
-    return {
-        "other_backward", cat("with dropout the backward belongs to another forward: ", examiner.check(c).message), {}};
+    return dropout_finding(examiner.check(c));
   Case forward = c;
   forward.backward = forward.return_lse = false;
   const Verdict verdict = examiner.check(forward);
@@ -160,7 +163,7 @@ Finding explain(Examiner& examiner, const Case& c) {
 std::string kind_of_form(const Observation& seen) {
   if (seen.failure.message.find("[CP053]") != std::string::npos) return "kv_content";
   for (const RankAnswer& answer : seen.answers)
-    if (!answer.written_input.empty()) return "input_written";
+    if (answer.violation.find("writes to its input") != std::string::npos) return "input_written";
   return "form";
 }
 

@@ -9,8 +9,8 @@ namespace ulysses::doctor {
 bool Duality::holds() const { return std::abs(of_values - of_output) <= allowed; }
 
 std::string Duality::text() const {
-  return base::cat("<dv, v> = ", of_values, " but <grad_out, out> = ", of_output,
-                   ", which are equal for the same weights");
+  return base::cat("the gradient of v belongs to other weights than the output: dv·v = ", of_values,
+                   ", grad_out·out = ", of_output, ", and they must be equal");
 }
 
 Duality duality_of(const Question& question, const Observation& seen) {

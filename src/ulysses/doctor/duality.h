@@ -12,7 +12,7 @@ struct Duality {
   double of_output = 0;   // ⟨grad_out, out⟩
   double allowed = 0;     // how far they may be apart
   bool holds() const;
-  std::string text() const;  // both numbers
+  std::string text() const;  // what it means that it does not hold, with both numbers
 };
 
 Duality duality_of(const Question& question, const Observation& seen);

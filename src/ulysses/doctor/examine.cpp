@@ -1,6 +1,8 @@
 #include "ulysses/doctor/examine.h"
 
 #include <algorithm>
+#include <array>
+#include <cctype>
 #include <map>
 #include <tuple>
 
@@ -13,6 +15,45 @@
 namespace ulysses::doctor {
 namespace {
 
+const std::string kPlain = "equal_shards";
+
+// What of a wrong case is wrong: one fault does not explain a wrong output and wrong gradients of a right one.
+enum class Side { kForm, kForward, kBackward };
+
+Side side_of(const Verdict& verdict) {
+  if (verdict.tensor.empty()) return Side::kForm;
+  return verdict.is_forward ? Side::kForward : Side::kBackward;
+}
+
+bool is_of_backward(const Finding& finding) {
+  return finding.kind.starts_with("gradient") || finding.kind == "no_gradient" || finding.kind == "other_backward";
+}
+
+// Findings of one signature are one finding: of one kind and, where the sentence is a message, of one message, numbers
+// aside.
+std::string signature(const Finding& finding) {
+  constexpr std::array<std::string_view, 6> kMessages = {"form", "kv_content",    "crashed",
+                                                         "hung", "one_rank_only", "unclear_message"};
+  if (std::find(kMessages.begin(), kMessages.end(), finding.kind) == kMessages.end()) return finding.kind;
+  const size_t colon = finding.sentence.find(": ");  // behind "uneven_heads on 2 ranks" or "rank 1"
+  std::string text = finding.kind + (colon == std::string::npos ? finding.sentence : finding.sentence.substr(colon));
+  std::erase_if(text, [](unsigned char letter) { return std::isdigit(letter) != 0; });
+  return text;
+}
+
+// A case, and its forward alone where backward is refused: that must not hide a forward that is wrong.
+std::vector<CaseResult> ask_both(Examiner& examiner, const Case& c) {
+  std::vector<CaseResult> results = {{c, examiner.check(c), kNoFinding}};
+  const VerdictKind kind = results[0].verdict.kind;
+  if (!c.backward || (kind != VerdictKind::kRefused && kind != VerdictKind::kUnclearMessage)) return results;
+  Case forward = c;
+  forward.backward = false;
+  const Verdict alone = examiner.check(forward);
+  if (alone.kind == VerdictKind::kOk || alone.kind == VerdictKind::kWrong)
+    results.push_back({forward, alone, kNoFinding});
+  return results;
+}
+
 class Examination {
  public:
   Examination(Ranks& ranks, const ExamineOptions& options) : examiner_(ranks), options_(options) {}
@@ -20,33 +61,24 @@ class Examination {
   Report run() {
     if (options_.probes) run_probes();
     const std::vector<Case> cases = make_cases(options_.selection);
+    int64_t done = 0;
     for (const Case& c : cases) {
-      ask(c, std::ssize(cases));
-      // A backward that is refused must not hide a forward that is wrong.
-      const VerdictKind kind = report_.cases.back().verdict.kind;
-      if (kind != VerdictKind::kRefused && kind != VerdictKind::kUnclearMessage) continue;
-      Case forward = c;
-      forward.backward = false;
-      const VerdictKind alone = examiner_.check(forward).kind;
-      if (alone == VerdictKind::kOk || alone == VerdictKind::kWrong) ask(forward, std::ssize(cases));
+      ++done;
+      for (CaseResult& result : ask_both(examiner_, c)) {
+        result.finding = finding_of(result);
+        report_.cases.push_back(result);
+        if (options_.on_case) options_.on_case(result, done, std::ssize(cases));
+      }
     }
+    accuse_if_nothing_is_served();
     return std::move(report_);
   }
 
  private:
-  void ask(const Case& c, int64_t total) {
-    CaseResult result{c, examiner_.check(c), kNoFinding};
-    result.finding = finding_of(result);
-    report_.cases.push_back(result);
-    done_ += c.backward ? 1 : 0;
-    if (options_.on_case) options_.on_case(result, done_, total);
-  }
-
-  // Findings of one kind are one finding; the first sentence stands.
   int64_t add(Finding finding, const std::string& case_id) {
     auto& findings = report_.findings;
     auto found = std::find_if(findings.begin(), findings.end(),
-                              [&](const Finding& known) { return known.kind == finding.kind; });
+                              [&](const Finding& known) { return signature(known) == signature(finding); });
     if (found == findings.end()) found = findings.insert(findings.end(), std::move(finding));
     if (!case_id.empty()) found->cases.push_back(case_id);
     return found - findings.begin();
@@ -59,9 +91,9 @@ class Examination {
     const std::string id = c.id();
     if (kind != VerdictKind::kWrong) return add(diagnose(examiner_, c, result.verdict), id);
     // What makes the plain case wrong makes the others wrong; else one diagnosis for each feature.
-    const auto plain = std::tuple(c.strategy, c.cp_size, std::string("equal_shards"));
-    const auto own = std::tuple(c.strategy, c.cp_size, c.feature);
-    for (const auto& key : {plain, own})
+    const Side side = side_of(result.verdict);
+    const Key own = {c.strategy, c.cp_size, c.feature, side};
+    for (const Key& key : {Key{c.strategy, c.cp_size, kPlain, side}, own})
       if (const auto known = diagnosed_.find(key); known != diagnosed_.end()) {
         report_.findings[static_cast<size_t>(known->second)].cases.push_back(id);
         return known->second;
@@ -69,19 +101,22 @@ class Examination {
     return diagnosed_[own] = add(diagnose(examiner_, c, result.verdict), id);
   }
 
-  // The finding of the plain case, if it is wrong: a state that calls leave behind, else its diagnosis.
+  // The finding of the plain case, if it is wrong: a state that calls leave behind, which explains whatever is wrong,
+  // else its diagnosis.
   int64_t cause_of(const Case& plain, int64_t state) {
-    if (state == kNoFinding) {
-      const Verdict verdict = examiner_.check(plain);
-      if (verdict.kind != VerdictKind::kWrong) return kNoFinding;
-      state = add(diagnose(examiner_, plain, verdict), "");
+    const auto key = [&](Side side) { return Key{plain.strategy, plain.cp_size, kPlain, side}; };
+    if (state != kNoFinding) {
+      for (const Side side : {Side::kForm, Side::kForward, Side::kBackward}) diagnosed_[key(side)] = state;
+      return state;
     }
-    return diagnosed_[std::tuple(plain.strategy, plain.cp_size, plain.feature)] = state;
+    const Verdict verdict = examiner_.check(plain);
+    if (verdict.kind != VerdictKind::kWrong) return kNoFinding;
+    return diagnosed_[key(side_of(verdict))] = add(diagnose(examiner_, plain, verdict), "");
   }
 
   void run_probes() {
     for (const int64_t cp_size : options_.selection.worlds) {
-      for (const std::string& strategy : options_.selection.strategies) {
+      for (const std::string& strategy : strategies_of(options_.selection)) {
         const Case plain = plain_case(cp_size, strategy);
         int64_t cause = kNoFinding;  // what is wrong with the plain case explains what probes of it find
         for (const Probe& probe : all_probes()) {
@@ -89,7 +124,7 @@ class Examination {
           if (Diagnosis found = probe.run(examiner_, plain, result)) {
             result.verdict = ProbeVerdict::kWrong;
             result.detail = found->sentence;
-            result.finding = cause != kNoFinding ? cause : add(*found, "");
+            result.finding = explains(cause, *found) ? cause : add(*found, "");
           }
           report_.probes.push_back(result);
           if (probe.name == "state") cause = cause_of(plain, result.finding);
@@ -100,6 +135,24 @@ class Examination {
         draw(causal);
       }
     }
+  }
+
+  // A wrong backward of the plain case is no reason for an output that is wrong.
+  bool explains(int64_t cause, const Finding& found) const {
+    if (cause == kNoFinding) return false;
+    return !is_of_backward(report_.findings[static_cast<size_t>(cause)]) || is_of_backward(found);
+  }
+
+  // Refusals are clean one by one; a target that refuses even the plain call has proved nothing.
+  void accuse_if_nothing_is_served() {
+    const auto is_ok = [](const CaseResult& result) { return result.verdict.kind == VerdictKind::kOk; };
+    if (std::any_of(report_.cases.begin(), report_.cases.end(), is_ok)) return;
+    for (const CaseResult& result : report_.cases)
+      if (result.c.feature == kPlain && result.verdict.kind == VerdictKind::kRefused) {
+        add({"nothing_served", base::cat("not even the plain call is served: ", result.verdict.message), {}},
+            result.c.id());
+        return;
+      }
   }
 
   void draw(const Case& c) {
@@ -114,24 +167,27 @@ class Examination {
   Examiner examiner_;
   const ExamineOptions& options_;
   Report report_;
-  int64_t done_ = 0;
-  std::map<std::tuple<std::string, int64_t, std::string>, int64_t> diagnosed_;
+  using Key = std::tuple<std::string, int64_t, std::string, Side>;  // strategy, cp_size, feature, what is wrong
+  std::map<Key, int64_t> diagnosed_;
 };
 
 }  // namespace
 
 Report examine(Ranks& ranks, const ExamineOptions& options) { return Examination(ranks, options).run(); }
 
-std::pair<CaseResult, std::optional<Finding>> examine_case(Ranks& ranks, const Case& c) {
+std::vector<ExaminedCase> examine_case(Ranks& ranks, const Case& c) {
   Examiner examiner(ranks);
-  const CaseResult result{c, examiner.check(c), kNoFinding};
-  const VerdictKind kind = result.verdict.kind;
-  if (kind == VerdictKind::kOk || kind == VerdictKind::kRefused) return {result, std::nullopt};
-  return {result, diagnose(examiner, c, result.verdict)};
+  std::vector<ExaminedCase> examined;
+  for (const CaseResult& result : ask_both(examiner, c)) {
+    const VerdictKind kind = result.verdict.kind;
+    const bool is_fine = kind == VerdictKind::kOk || kind == VerdictKind::kRefused;
+    examined.push_back({result, is_fine ? std::nullopt : Diagnosis(diagnose(examiner, result.c, result.verdict))});
+  }
+  return examined;
 }
 
 Report run(const Target& target, ExamineOptions options) {
-  if (options.selection.strategies == std::vector<std::string>{""}) {
+  if (options.selection.strategies.empty()) {
     const auto known = contract::known_strategies();
     options.selection.strategies.assign(known.begin(), known.end());
   }

@@ -23,6 +23,7 @@ constexpr std::array kKinds = std::to_array<Kind>({
     {"one_rank_only", 6, kHangs},
     {"unclear_message", 6, kChecklist},
     {"desync", 6, kHangs},
+    {"nothing_served", 4, kChecklist},
     {"input_written", 9, kChecklist},
     {"kv_content", 2, kLocal},
     {"form", 3, kChecklist},
@@ -54,6 +55,7 @@ constexpr std::array kKinds = std::to_array<Kind>({
     {"strides", 9, kOrder},
     {"scale", 10, kChecklist},
     {"scale_ignored", 10, kChecklist},
+    {"dropout", 10, kChecklist},
     {"overflow", 10, kChecklist},
     {"precision", 10, kChecklist},
     {"lse_base", 10, kChecklist},
@@ -84,12 +86,6 @@ int64_t Finding::checklist_point() const {
 std::string Finding::anchor() const {
   const Kind* found = find_kind(kind);
   return std::string(found == nullptr ? kChecklist : found->anchor);
-}
-
-std::vector<std::string_view> finding_kinds() {
-  std::vector<std::string_view> names;
-  for (const Kind& kind : kKinds) names.push_back(kind.name);
-  return names;
 }
 
 }  // namespace ulysses::doctor

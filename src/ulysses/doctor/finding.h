@@ -16,7 +16,4 @@ struct Finding {
   std::string anchor() const;       // "docs/guide.md#checklist"
 };
 
-// Every kind of finding, in the order in which diagnose() looks for them.
-std::vector<std::string_view> finding_kinds();
-
 }  // namespace ulysses::doctor

@@ -102,22 +102,30 @@ std::string meaning(double value, const Case& c) {
   return "";
 }
 
+std::string factor_text(double value, const std::vector<std::string>& names, const Case& c) {
+  const bool one = names.size() == 1;
+  const std::string which = cat(one ? "the gradient of " : "the gradients of ", base::join(names));
+  if (value == kNothing) return cat(which, one ? " is missing" : " are missing");
+  return cat(which, one ? " is " : " are ", value, " times what ", one ? "it" : "they", " must be", meaning(value, c));
+}
+
+std::string come(bool k, bool v) {
+  return k && v ? "the gradients of k and v come" : cat("the gradient of ", k ? "k" : "v", " comes");
+}
+
 Diagnosis of_contributions(const Case& c, const Contributions& found) {
   const auto own = [](int64_t i, int64_t j) { return i == j; };
   const bool k_own = only(found.dk, c, own), v_own = only(found.dv, c, own);
   if ((k_own || v_own) && c.cp_size > 1)
-    return Finding{"gradient_not_reduced",
-                   cat("the gradient of ",
-                       k_own && v_own ? "k and v"
-                       : k_own        ? "k"
-                                      : "v",
-                       " holds only the own rank's queries: it is not summed over the ", c.cp_size, " ranks"),
-                   {}};
+    return Finding{
+        "gradient_not_reduced",
+        cat(come(k_own, v_own), " from the rank's own queries only: not summed over the ", c.cp_size, " ranks"),
+        {}};
   for (int64_t rank = 0; rank < c.cp_size && c.cp_size > 1; ++rank) {
     const auto of_rank = [&](int64_t i, int64_t) { return i == rank; };
-    if (only(found.dk, c, of_rank) || only(found.dv, c, of_rank))
-      return Finding{
-          "gradient_of_one_rank", cat("the gradients of k and v come from the queries of rank ", rank, " only"), {}};
+    const bool k_of = only(found.dk, c, of_rank), v_of = only(found.dv, c, of_rank);
+    if (k_of || v_of)
+      return Finding{"gradient_of_one_rank", cat(come(k_of, v_of), " from the queries of rank ", rank, " only"), {}};
   }
   const double k = common_factor(found.dk, c), v = common_factor(found.dv, c);
   const double q = common_factor({found.dq}, [&] {
@@ -125,20 +133,19 @@ Diagnosis of_contributions(const Case& c, const Contributions& found) {
     row.cp_size = 1;
     return row;
   }());
-  double first = 1;
-  std::vector<std::string> names;
+  // Those of one factor share a sentence.
+  std::vector<std::pair<double, std::vector<std::string>>> groups;
   for (const auto& [name, value] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
     if (!std::isfinite(value) || std::abs(value - 1) < 1e-2) continue;
-    if (names.empty()) first = value;
-    names.emplace_back(name);
+    const auto same = [value = value](const auto& group) { return std::abs(group.first - value) < 1e-2; };
+    auto group = std::find_if(groups.begin(), groups.end(), same);
+    if (group == groups.end()) group = groups.insert(groups.end(), {value, {}});
+    group->second.emplace_back(name);
   }
-  if (names.empty()) return std::nullopt;
-  const std::string which = cat(names.size() == 1 ? "the gradient of " : "the gradients of ", base::join(names));
-  if (first == kNothing) return Finding{"no_gradient", cat(which, names.size() == 1 ? " is" : " are", " missing"), {}};
-  return Finding{"gradient_factor",
-                 cat(which, names.size() == 1 ? " is " : " are ", first, " times what ",
-                     names.size() == 1 ? "it" : "they", " must be", meaning(first, c)),
-                 {}};
+  if (groups.empty()) return std::nullopt;
+  std::vector<std::string> sentences;
+  for (const auto& [value, names] : groups) sentences.push_back(factor_text(value, names, c));
+  return Finding{groups.front().first == kNothing ? "no_gradient" : "gradient_factor", base::join(sentences, "; "), {}};
 }
 
 }  // namespace
@@ -159,8 +166,7 @@ Diagnosis explain_gradients(Examiner& examiner, const Case& c) {
   if (found.complete)
     if (Diagnosis by_rank = of_contributions(c, found)) return by_rank;
   const Duality duality = duality_of(question, seen);
-  if (duality.complete && !duality.holds())
-    return Finding{"other_backward", cat("the backward belongs to another forward: ", duality.text()), {}};
+  if (duality.complete && !duality.holds()) return Finding{"other_backward", duality.text(), {}};
   const Verdict verdict = judge(question, seen);
   if (verdict.kind != VerdictKind::kWrong) return std::nullopt;
   return Finding{"gradient", cat("the gradients are wrong although the output is right: ", verdict.message), {}};

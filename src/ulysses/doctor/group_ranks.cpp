@@ -42,8 +42,8 @@ std::vector<int64_t> pack(const RankAnswer& answer) {
   return numbers;
 }
 
-RankAnswer unpack(const std::vector<int64_t>& numbers, const std::string& message, const std::string& written) {
-  RankAnswer answer{static_cast<Outcome>(numbers[0]), message, {}, {}, {}, {}, {}, written, numbers[1], numbers[2]};
+RankAnswer unpack(const std::vector<int64_t>& numbers, const std::string& message, const std::string& violation) {
+  RankAnswer answer{static_cast<Outcome>(numbers[0]), message, {}, {}, {}, {}, {}, violation, numbers[1], numbers[2]};
   auto next = numbers.begin() + 3;
   for (at::Tensor* tensor : tensors_of(answer)) {
     const int64_t dtype = *next++;
@@ -74,11 +74,11 @@ std::vector<RankAnswer> GroupRanks::ask(const Question& question) {
   for (const auto& length : group_.gather_numbers({static_cast<int64_t>(numbers.size())}))
     longest = std::max(longest, length[0]);
   numbers.resize(static_cast<size_t>(longest));
-  const auto messages = group_.gather_texts(mine.message), written = group_.gather_texts(mine.written_input);
+  const auto messages = group_.gather_texts(mine.message), violations = group_.gather_texts(mine.violation);
   std::vector<RankAnswer> answers;
   size_t rank = 0;
   for (const auto& packed : group_.gather_numbers(numbers)) {
-    answers.push_back(unpack(packed, messages[rank], written[rank]));
+    answers.push_back(unpack(packed, messages[rank], violations[rank]));
     ++rank;
   }
   return answers;

@@ -103,11 +103,13 @@ Diagnosis explain_kv_heads(Examiner& examiner, const Case& c) {
       if (!std::isfinite(read)) return std::nullopt;
       if (std::abs(read - static_cast<double>(h / group)) < 0.05) continue;
       const bool whole = std::abs(read - std::round(read)) < 0.05;
-      return Finding{"kv_heads",
-                     cat("query head ", h, " reads KV head ", whole ? cat(std::llround(read)) : cat("mix ", read),
-                         " instead of ", h / group, " (", c.num_heads, " query heads over ", c.num_kv_heads,
-                         " KV heads, first in token ", i, " on rank ", rank_of(c, i), ")"),
-                     {}};
+      return Finding{
+          "kv_heads",
+          cat("query head ", h,
+              whole ? cat(" reads KV head ", std::llround(read)) : cat(" reads a mix of KV heads (mean ", read, ")"),
+              " instead of ", h / group, " (", c.num_heads, " query heads over ", c.num_kv_heads,
+              " KV heads, first in token ", i, " on rank ", rank_of(c, i), ")"),
+          {}};
     }
   }
   return std::nullopt;
@@ -136,6 +138,12 @@ Diagnosis explain_order(Examiner& examiner, const Case& c) {
 
 namespace {
 
+std::string seen_sequence(double number) {
+  const bool whole = std::abs(number - std::round(number)) < 0.05;
+  return whole ? cat(" sees the values of sequence ", std::llround(number))
+               : cat(" sees the values of several sequences (mean number ", number, ")");
+}
+
 // v = the number of its sequence: which sequence's values are seen.
 Diagnosis explain_batch_of_values(Examiner& examiner, const Case& c) {
   const at::Tensor numbers = at::arange(c.batch).view({-1, 1, 1, 1}).to(at::kFloat);
@@ -147,8 +155,8 @@ Diagnosis explain_batch_of_values(Examiner& examiner, const Case& c) {
     for (int64_t i = 0; i < c.seq_len(); ++i)
       if (rows[b][i].item<double>() > 0.05)
         return Finding{"batch_mixed",
-                       cat("the sequences of a batch are mixed: the values that token ", i, " of sequence ", b,
-                           " sees have the mean number ", seen.out[b][i][0][0].item<double>(), " instead of ", b),
+                       cat("the sequences of a batch are mixed: token ", i, " of sequence ", b,
+                           seen_sequence(seen.out[b][i][0][0].item<double>())),
                        {}};
   return std::nullopt;
 }

@@ -11,7 +11,7 @@ Diagnosis explain_kv_heads(Examiner& examiner, const Case& c);
 // token; v holds token, head and sequence numbers, so a row that is elsewhere tells where it came from.
 Diagnosis explain_order(Examiner& examiner, const Case& c);
 
-// Inputs whose batch or heads are permuted give an output that is permuted likewise, bit for bit or nearly.
+// Which sequence of the batch each sequence sees: v = the number of its sequence, then other keys in one sequence.
 Diagnosis explain_batch(Examiner& examiner, const Case& c);
 
 }  // namespace ulysses::doctor

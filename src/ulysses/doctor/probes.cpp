@@ -26,9 +26,11 @@ Case forward_only(Case c) {
   return c;
 }
 
-// The observation, or the reason why there is none in the probe's result.
+// The observation, or the reason why there is none in the probe's result. What is not a number shows nothing.
 Observation observe(Examiner& examiner, const Question& question, ProbeResult& result) {
   Observation seen = examiner.observe(question);
+  if (seen.complete() && !seen.out.isfinite().all().item<bool>())
+    seen.failure = {VerdictKind::kWrong, -1, -1, "out", "the output is not finite", "", "", ""};
   if (!seen.complete()) {
     result.verdict = seen.failure.kind == VerdictKind::kRefused ? ProbeVerdict::kRefused : ProbeVerdict::kNotApplicable;
     result.detail = seen.failure.message;
@@ -46,7 +48,7 @@ Diagnosis wrong(Examiner& examiner, const Case& c, std::string kind, std::string
 Diagnosis reach_of(Examiner& examiner, const Case& c, ProbeResult& result) {
   if (!observe(examiner, make_question(forward_only(c)), result).complete()) return std::nullopt;
   const Weights weights = measure_weights(examiner, c);
-  if (Diagnosis found = explain_weights(examiner, c, weights)) return wrong(examiner, c, found->kind, found->sentence);
+  if (Diagnosis found = explain_weights(c, weights)) return wrong(examiner, c, found->kind, found->sentence);
   return std::nullopt;
 }
 
@@ -114,7 +116,8 @@ Diagnosis probe_linearity(Examiner& examiner, const Case& plain, ProbeResult& re
   Question one = make_question(c), two = one, both = one;
   two.v = make_question(c, 2).v;
   both.v = one.v * 2 + two.v;
-  const Observation a = observe(examiner, one, result), b = examiner.observe(two), sum = examiner.observe(both);
+  const Observation a = observe(examiner, one, result), b = observe(examiner, two, result),
+                    sum = observe(examiner, both, result);
   if (!a.complete() || !b.complete() || !sum.complete()) return std::nullopt;
   const double off = largest(sum.out - (a.out * 2 + b.out));
   if (off < kClose) return std::nullopt;
@@ -148,7 +151,7 @@ Diagnosis probe_shard_invariance(Examiner& examiner, const Case& plain, ProbeRes
   if (!sharded.complete()) return std::nullopt;
   question.c.cp_size = 1;
   set_shards(question.c, c.seq_len());
-  const Observation whole = examiner.observe(question);
+  const Observation whole = observe(examiner, question, result);
   if (!whole.complete()) {
     result.verdict = ProbeVerdict::kNotApplicable;
     result.detail = cat("one rank: ", whole.failure.message);
@@ -164,7 +167,7 @@ Diagnosis permutation(Examiner& examiner, const Case& plain, int64_t dim, ProbeR
   const Case c = forward_only(plain);
   Question question = make_question(c), flipped = question;
   for (at::Tensor* x : {&flipped.q, &flipped.k, &flipped.v}) *x = x->flip(dim).contiguous();
-  const Observation seen = observe(examiner, question, result), turned = examiner.observe(flipped);
+  const Observation seen = observe(examiner, question, result), turned = observe(examiner, flipped, result);
   if (!seen.complete() || !turned.complete()) return std::nullopt;
   const double off = largest(turned.out.flip(dim) - seen.out);
   if (off < kClose) return std::nullopt;
@@ -198,8 +201,8 @@ Diagnosis probe_stride(Examiner& examiner, const Case& plain, ProbeResult& resul
 Diagnosis probe_large_scores(Examiner& examiner, const Case& plain, ProbeResult& result) {
   Case c = plain;
   c.magnitude = 100;
-  if (!observe(examiner, make_question(c), result).complete()) return std::nullopt;
-  const Verdict verdict = examiner.check(c);
+  const Verdict verdict = examiner.check(c);  // scores that overflow are what it looks for: finite or not
+  if (verdict.kind == VerdictKind::kRefused) result.verdict = ProbeVerdict::kRefused;
   if (verdict.kind != VerdictKind::kWrong) return std::nullopt;
   return diagnose(examiner, c, verdict);
 }

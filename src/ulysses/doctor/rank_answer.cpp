@@ -9,6 +9,7 @@
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
 #include "ulysses/processors/attention.h"
+#include "ulysses/processors/tensor_spec.h"
 #include "ulysses/transports/recording/recording_group.h"
 
 namespace ulysses::doctor {
@@ -47,7 +48,7 @@ void run_backward(const Question& question, const RankCall& call, const Group& g
   if (!answer.out.defined() || !answer.out.requires_grad()) return;
   const at::Tensor grad_out = formatted(query_shard(question.c, question.grad_out, group.rank()), call.c);
   if (grad_out.sizes() != answer.out.sizes()) return;
-  torch::autograd::backward({answer.out}, {grad_out.to(answer.out.scalar_type())});
+  torch::autograd::backward({answer.out}, {grad_out.to(answer.out.options().requires_grad(false))});
   answer.dq = call.q.grad();
   answer.dk = call.k.grad();
   answer.dv = call.v.grad();
@@ -58,6 +59,19 @@ void count(const transports::Recorder& recorder, RankAnswer& answer) {
     answer.collectives += 1;
     answer.bytes_sent += record.bytes_sent;
   }
+}
+
+// What a comparison cannot read: the rest of the doctor sees plain tensors only.
+std::string not_plain(std::string_view name, const at::Tensor& x) {
+  if (!x.defined() || (x.layout() == at::kStrided && !x.is_meta() && !x.is_complex())) return "";
+  return base::cat(name, " is a ", c10::str(x.layout()), " tensor of ", processors::dtype_name(x.scalar_type()), " on ",
+                   x.device().str(), ", not a plain one like q");
+}
+
+void to_host(const Case& c, RankAnswer& answer) {
+  for (at::Tensor* tensor : {&answer.out, &answer.dq, &answer.dk, &answer.dv})
+    if (tensor->defined()) *tensor = formatted(tensor->detach().cpu(), c);
+  if (answer.lse.defined()) answer.lse = answer.lse.detach().cpu();
 }
 
 }  // namespace
@@ -94,17 +108,21 @@ RankAnswer answer_on_rank(const Question& question, const Target& target, const 
     answer.out = result.out;
     answer.lse = result.lse;
     count(*recorder, answer);
+    answer.violation = not_plain("out", answer.out) + not_plain("lse", answer.lse);
+    if (!answer.violation.empty()) {
+      answer.out = answer.lse = at::Tensor();
+      return answer;
+    }
     if (mine.backward) run_backward(question, call, group, answer);
+    to_host(mine, answer);
   } catch (...) {
     answer.outcome = Outcome::kRaised;
     answer.message = text_of(std::current_exception());
   }
   const at::Tensor after[] = {call.q, call.k, call.v};
   for (size_t i = 0; i < 3; ++i)
-    if (!at::equal(before[i], after[i].detach())) answer.written_input = "qkv"[i];
-  for (at::Tensor* tensor : {&answer.out, &answer.dq, &answer.dk, &answer.dv})
-    if (tensor->defined()) *tensor = formatted(tensor->detach().cpu(), mine);
-  if (answer.lse.defined()) answer.lse = answer.lse.detach().cpu();
+    if (!at::equal(before[i], after[i].detach()))
+      answer.violation = base::cat("the call writes to its input ", "qkv"[i]);
   return answer;
 }
 

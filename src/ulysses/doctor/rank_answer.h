@@ -38,12 +38,12 @@ enum class Outcome {
 // What one rank answers, with its own rows only.
 struct RankAnswer {
   Outcome outcome = Outcome::kReturned;
-  std::string message;        // first line of what it raised
-  at::Tensor out, lse;        // as returned
-  at::Tensor dq, dk, dv;      // undefined where no gradient came
-  std::string written_input;  // name of an input that the call changed
-  int64_t collectives = 0;    // counted at the group, forward
-  int64_t bytes_sent = 0;     // payload to other ranks
+  std::string message;      // first line of what it raised
+  at::Tensor out, lse;      // as returned
+  at::Tensor dq, dk, dv;    // undefined where no gradient came
+  std::string violation;    // what no value excuses: an input written to, a result that is no plain tensor
+  int64_t collectives = 0;  // counted at the group, forward
+  int64_t bytes_sent = 0;   // payload to other ranks
 };
 
 // Calls the target on this rank's part of the question, and its backward. Never throws what the target throws.

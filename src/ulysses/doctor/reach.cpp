@@ -35,9 +35,6 @@ class Table {
   bool is_missing(int64_t query, int64_t key) const {
     return measured(query, key) < tolerance_ && expected(query, key) > tolerance_;
   }
-  bool is_leaked(int64_t query, int64_t key) const {
-    return measured(query, key) > tolerance_ && expected(query, key) < tolerance_;
-  }
   bool differs(double got, double wanted) const { return std::abs(got - wanted) > tolerance_; }
   Numbers seen(int64_t query) const {
     Numbers keys;
@@ -76,6 +73,10 @@ Numbers tokens_of(const Case& c, bool keys, int64_t rank) {
   return tokens;
 }
 
+std::string keys_text(const Numbers& keys) {
+  return keys.empty() ? "no key" : cat(keys.size() == 1 ? "key " : "keys ", ranges(keys));
+}
+
 // How a block of the table (queries of one rank, keys of another) stands: none, some or all of its wanted keys miss.
 enum class Block { kEmpty, kPresent, kPartly, kMissing };
 
@@ -100,7 +101,8 @@ std::string missing_text(const Table& table) {
     for (int64_t other = query; other < table.c().seq_len(); ++other)
       if (std::all_of(keys.begin(), keys.end(), [&](int64_t key) { return table.is_missing(other, key); }))
         queries.push_back(other);
-    return cat("keys ", ranges(keys), " never influence queries ", ranges(queries));
+    return cat(keys_text(keys), keys.size() == 1 ? " never influences queries " : " never influence queries ",
+               ranges(queries));
   }
   return "";
 }
@@ -154,11 +156,10 @@ Diagnosis dropped_keys(const Table& table) {
     if (wanted && missing) dropped.push_back(key);
   }
   if (dropped.empty()) return std::nullopt;
+  const std::string_view never = dropped.size() == 1 ? " never influences any query" : " never influence any query";
   if (dropped.back() == c.kv_seq_len() - 1 && dropped.back() - dropped.front() + 1 == std::ssize(dropped))
-    return Finding{"tail_dropped",
-                   cat("the tail of the sequence is dropped: keys ", ranges(dropped), " never influence any query"),
-                   {}};
-  return Finding{"missing_keys", cat("keys ", ranges(dropped), " never influence any query"), {}};
+    return Finding{"tail_dropped", cat("the tail of the sequence is dropped: ", keys_text(dropped), never), {}};
+  return Finding{"missing_keys", cat(keys_text(dropped), never), {}};
 }
 
 bool rows_match(const Table& table, const std::function<bool(int64_t query, int64_t key)>& visible) {
@@ -180,9 +181,8 @@ std::string seen_text(const Table& table) {
     const Numbers seen = table.seen(query), wanted = table.wanted(query);
     if (seen == wanted) continue;
     const int64_t rank = table.rank_of(query);
-    const auto shown = [](const Numbers& keys) { return keys.empty() ? std::string("none") : ranges(keys); };
-    return cat("query ", query, " (row ", query - table.c().token_begin(rank), " of rank ", rank, ") sees keys ",
-               shown(seen), " instead of ", shown(wanted));
+    return cat("query ", query, " (row ", query - table.c().token_begin(rank), " of rank ", rank, ") sees ",
+               keys_text(seen), " instead of ", keys_text(wanted));
   }
   return "";
 }
@@ -255,9 +255,12 @@ Diagnosis doubled_keys(const Table& table) {
     Numbers twice;
     for (const int64_t key : keys)
       if (table.measured(query, key) > 1.2 * light) twice.push_back(key);
+    const double times = heavy / light;
+    const bool whole = std::abs(times - std::round(times)) < 0.05;
     return Finding{"doubled_keys",
-                   cat("keys ", ranges(twice), " count ", std::llround(heavy / light), " times in query ", query,
-                       ": weight ", heavy, " instead of ", table.expected(query, twice.front())),
+                   cat(keys_text(twice), twice.size() == 1 ? " weighs " : " weigh ", whole ? std::round(times) : times,
+                       " times as much as the others in query ", query, ": ", heavy, " instead of ",
+                       table.expected(query, twice.front())),
                    {}};
   }
   return std::nullopt;
@@ -265,7 +268,7 @@ Diagnosis doubled_keys(const Table& table) {
 
 }  // namespace
 
-Diagnosis explain_weights(Examiner&, const Case& c, const Weights& weights) {
+Diagnosis explain_weights(const Case& c, const Weights& weights) {
   if (!weights.measured.defined()) return std::nullopt;
   const Table table(c, weights);
   if (table.is_right()) return std::nullopt;

@@ -19,8 +19,9 @@ int64_t Report::count(VerdictKind kind) const {
 
 bool Report::passed() const {
   const bool cases_pass = count(VerdictKind::kOk) + count(VerdictKind::kRefused) == std::ssize(cases);
-  return cases_pass && std::none_of(probes.begin(), probes.end(),
-                                    [](const ProbeResult& probe) { return probe.verdict == ProbeVerdict::kWrong; });
+  return cases_pass && findings.empty() && std::none_of(probes.begin(), probes.end(), [](const ProbeResult& probe) {
+           return probe.verdict == ProbeVerdict::kWrong;
+         });
 }
 
 std::string Report::text() const {

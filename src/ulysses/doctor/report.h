@@ -42,7 +42,7 @@ struct Report {
   std::vector<Finding> findings;
   std::vector<ReachPicture> pictures;
 
-  // All cases ok or refused, and no probe wrong.
+  // All cases ok or refused, no probe wrong, nothing else found.
   bool passed() const;
   int64_t count(VerdictKind kind) const;
   // A line per finding, then the counts.

@@ -66,6 +66,7 @@ ThreadRanks::ThreadRanks(Target target, std::chrono::milliseconds hang_limit)
     : target_(std::move(target)), hang_limit_(hang_limit) {}
 
 std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
+  const int num_threads = at::get_num_threads();  // the ranks' setting reaches this thread too
   const auto meeting = std::make_shared<Meeting>(question, target_, hang_limit_);
   std::vector<std::thread> threads;
   for (int64_t rank = 0; rank < question.c.cp_size; ++rank)
@@ -97,6 +98,7 @@ std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
       threads[rank].detach();
     }
   }
+  at::set_num_threads(num_threads);
   return answers;
 }
 

@@ -100,7 +100,7 @@ std::string form_problem(const Question& question, const RankAnswer& answer, int
   const int64_t rows = c.padded_lengths[static_cast<size_t>(rank)];
   const std::vector<int64_t> out = {c.batch, rows, c.num_heads, c.value_head_dim};
   const std::vector<int64_t> lse = {c.batch, c.num_heads, rows};
-  if (!answer.written_input.empty()) return cat("the call writes to its input ", answer.written_input);
+  if (!answer.violation.empty()) return answer.violation;
   if (!answer.out.defined()) return "it returns nothing";
   if (answer.out.sizes() != at::IntArrayRef(out) && answer.out.dim() == 4 &&
       answer.out.numel() == c10::multiply_integers(out))
@@ -162,9 +162,11 @@ struct Comparison {
     verdict.tensor = name;
     if (worst <= 1) return;
     verdict.kind = VerdictKind::kWrong;
+    verdict.is_forward = verdict.is_forward || name == "out" || name == "lse";
     locate(error > allowed, of_keys);
-    verdict.message = cat(name, " is off by ", verdict.error, ", allowed ", verdict.allowed, ", in tokens ",
-                          verdict.tokens, ", heads ", verdict.heads, ", ranks ", verdict.ranks);
+    verdict.message =
+        cat(name, " is off by ", verdict.error, ", allowed ", verdict.allowed, ", in tokens ", verdict.tokens,
+            of_keys ? ", KV heads " : ", heads ", verdict.heads, ", ranks ", verdict.ranks);
   }
 
   void locate(const at::Tensor& bad, bool of_keys) {
@@ -187,18 +189,32 @@ struct Comparison {
   }
 };
 
-// Under dropout the values are chance, and only that the gradients belong to them can be seen.
-Verdict judge_by_duality(const Question& question, const Observation& seen) {
-  const Duality duality = duality_of(question, seen);
+// Under dropout the values are chance. What can be seen: that they are numbers, that dropout was applied at all, and
+// that the gradients belong to the weights of the output.
+Verdict judge_dropout(const Question& question, const Observation& seen) {
   Verdict verdict;
-  if (!duality.complete) return verdict;
+  const auto wrong = [&](std::string_view tensor, std::string message) {
+    verdict.kind = VerdictKind::kWrong;
+    verdict.tensor = tensor;
+    verdict.message = std::move(message);
+    verdict.is_forward = tensor == "out";
+    return verdict;
+  };
+  if (!seen.out.isfinite().all().item<bool>()) return wrong("out", "the output is not finite");
+  Question without = question;
+  without.c.dropout_p = 0;
+  without.c.backward = false;
+  const at::Tensor plain = attention_reference(without).out;
+  const double close = bound_of(question.q.scalar_type()) * 4 * std::max(1.0, plain.abs().max().item<double>());
+  if (seen.out.abs().max().item<double>() == 0 || (seen.out - plain).abs().max().item<double>() < close)
+    return wrong("out", cat("dropout_p=", question.c.dropout_p, " has no effect: the output is ",
+                            seen.out.abs().max().item<double>() == 0 ? "zero" : "that of no dropout"));
+  if (!question.c.backward) return verdict;
+  const Duality duality = duality_of(question, seen);
   verdict.error = std::abs(duality.of_values - duality.of_output);
   verdict.allowed = duality.allowed;
   verdict.tensor = "dv";
-  if (duality.holds()) return verdict;
-  verdict.kind = VerdictKind::kWrong;
-  verdict.message = duality.text();
-  return verdict;
+  return duality.complete && duality.holds() ? verdict : wrong("dv", duality.text());
 }
 
 }  // namespace
@@ -260,7 +276,7 @@ Verdict judge(const Question& question, const Observation& seen) {
   if (!seen.complete()) return seen.failure;
   const Case& c = question.c;
   Verdict verdict;
-  if (c.dropout_p > 0) return judge_by_duality(question, seen);
+  if (c.dropout_p > 0) return judge_dropout(question, seen);
   const at::ScalarType dtype = question.q.scalar_type();
   const Reference wanted = attention_reference(question), single = attention_reference(question, dtype);
   // Scores of hundreds lose as many digits in the exponential.

@@ -29,6 +29,7 @@ struct Verdict {
   std::string tensor;                // the one that is worst against its bound: "out", "lse", "dq", "dk", "dv"
   std::string message;               // what was raised, or what is off
   std::string tokens, heads, ranks;  // where it is wrong: "8-31"; "" where nothing is
+  bool is_forward = false;           // out or lse is wrong, whatever the gradients are
 };
 
 // The rows of all ranks in token order, float64; undefined where a rank gave none or one of another shape.

@@ -18,7 +18,7 @@ Weights measure_weights(Examiner& examiner, const Case& c);
 
 // What the weights say, if they are not those expected: keys that never arrive, count twice, leak, or give way to
 // padding or to text.
-Diagnosis explain_weights(Examiner& examiner, const Case& c, const Weights& weights);
+Diagnosis explain_weights(const Case& c, const Weights& weights);
 
 // [cp_size, cp_size] bool: whether changing the keys (or values) that rank j holds changes the outputs of rank i.
 enum class Changed { kKeys, kValues };
