@@ -1,5 +1,7 @@
 #include "ulysses/doctor/examine.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -16,6 +18,18 @@ namespace ulysses::doctor {
 namespace {
 
 const std::string kPlain = "equal_shards";
+
+// Questions are small: more than one thread for them costs more than it gives, and much more beside busy neighbours.
+class OneThread {
+ public:
+  OneThread() : num_threads_(at::get_num_threads()) { at::set_num_threads(1); }
+  ~OneThread() { at::set_num_threads(num_threads_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  int num_threads_;
+};
 
 // What of a wrong case is wrong: one fault does not explain a wrong output and wrong gradients of a right one.
 enum class Side { kForm, kForward, kBackward };
@@ -173,9 +187,13 @@ class Examination {
 
 }  // namespace
 
-Report examine(Ranks& ranks, const ExamineOptions& options) { return Examination(ranks, options).run(); }
+Report examine(Ranks& ranks, const ExamineOptions& options) {
+  const OneThread one_thread;
+  return Examination(ranks, options).run();
+}
 
 std::vector<ExaminedCase> examine_case(Ranks& ranks, const Case& c) {
+  const OneThread one_thread;
   Examiner examiner(ranks);
   std::vector<ExaminedCase> examined;
   for (const CaseResult& result : ask_both(examiner, c)) {
