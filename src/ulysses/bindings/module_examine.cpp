@@ -297,10 +297,11 @@ void bind_ranks(py::module_& module) {
            py::arg("function"), py::arg("hang_limit_s") = 5.0)
       .def_property_readonly("stuck_threads", &doctor::ThreadRanks::stuck_threads);
   py::class_<doctor::GroupRanks, doctor::Ranks>(module, "GroupRanks")
-      .def(py::init([](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-             return doctor::GroupRanks(python_target(function), exchange::Group(group));
+      .def(py::init([](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& answers) {
+             return doctor::GroupRanks(python_target(function), exchange::Group(group), exchange::Group(answers));
            }),
-           py::arg("function"), py::arg("group"));
+           py::arg("function"), py::arg("group"), py::arg("answers"));
 }
 
 void bind_functions(py::module_& module) {

@@ -136,7 +136,7 @@ Diagnosis explain_reach(Examiner& examiner, const Case& c) {
 }
 
 Finding dropout_finding(const Verdict& verdict) {
-  return {verdict.tensor == "dv" ? "other_backward" : "dropout", cat("with dropout ", verdict.message), {}};
+  return {verdict.tensor == "dv" ? "dropout_backward" : "dropout", cat("with dropout ", verdict.message), {}};
 }
 
 Finding explain(Examiner& examiner, const Case& c) {

@@ -40,7 +40,8 @@ Side side_of(const Verdict& verdict) {
 }
 
 bool is_of_backward(const Finding& finding) {
-  return finding.kind.starts_with("gradient") || finding.kind == "no_gradient" || finding.kind == "other_backward";
+  return finding.kind.starts_with("gradient") || finding.kind == "no_gradient" || finding.kind == "other_backward" ||
+         finding.kind == "dropout_backward";
 }
 
 // Findings of one signature are one finding: of one kind and, where the sentence is a message, of one message, numbers

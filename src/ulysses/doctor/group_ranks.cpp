@@ -71,13 +71,13 @@ std::vector<RankAnswer> GroupRanks::ask(const Question& question) {
   const RankAnswer mine = answer_on_rank(question, target_, group_);
   std::vector<int64_t> numbers = pack(mine);
   int64_t longest = 0;
-  for (const auto& length : group_.gather_numbers({static_cast<int64_t>(numbers.size())}))
+  for (const auto& length : answers_.gather_numbers({static_cast<int64_t>(numbers.size())}))
     longest = std::max(longest, length[0]);
   numbers.resize(static_cast<size_t>(longest));
-  const auto messages = group_.gather_texts(mine.message), violations = group_.gather_texts(mine.violation);
+  const auto messages = answers_.gather_texts(mine.message), violations = answers_.gather_texts(mine.violation);
   std::vector<RankAnswer> answers;
   size_t rank = 0;
-  for (const auto& packed : group_.gather_numbers(numbers)) {
+  for (const auto& packed : answers_.gather_numbers(numbers)) {
     answers.push_back(unpack(packed, messages[rank], violations[rank]));
     ++rank;
   }

@@ -48,18 +48,6 @@ std::set<std::string> numbers_of(const Case& c) {
   return numbers;
 }
 
-// Whether a whole number of the text is one of the case's.
-bool names_a_number(const Case& c, const std::string& text) {
-  const std::set<std::string> numbers = numbers_of(c);
-  for (size_t i = 0; i < text.size();) {
-    size_t end = i;
-    while (end < text.size() && std::isdigit(static_cast<unsigned char>(text[end])) != 0) ++end;
-    if (end > i && numbers.count(text.substr(i, end - i)) > 0) return true;
-    i = std::max(end, i + 1);
-  }
-  return false;
-}
-
 // The text in lower case as " word word word ", so that a word is found at its beginning: "head" in "num_heads", and
 // not "text" in "context".
 std::string words_of(const std::string& message) {
@@ -71,11 +59,18 @@ std::string words_of(const std::string& message) {
   return words;
 }
 
+// Whether a word of the text is one of the case's numbers. The digits of an address ("0x7f32…") are none.
+bool names_a_number(const Case& c, const std::string& words) {
+  const std::set<std::string> numbers = numbers_of(c);
+  return std::any_of(numbers.begin(), numbers.end(),
+                     [&](const std::string& number) { return words.find(" " + number + " ") != std::string::npos; });
+}
+
 }  // namespace
 
 bool is_clear_message(const Case& c, const std::string& message) {
   if (message.find("[CP0") != std::string::npos) return true;
-  const std::string text = words_of(message);
+  const std::string text = words_of(message) + " ";
   const auto names_any = [&](const Words& words) {
     return std::any_of(words.begin(), words.end(), [&](std::string_view word) {
       return text.find(words_of(std::string(word))) != std::string::npos;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <optional>
 #include <vector>
 
 #include "ulysses/doctor/rank_answer.h"
@@ -34,15 +35,19 @@ class ThreadRanks final : public Ranks {
 // The ranks of a group that exists already (torchrun): every rank runs the doctor, answers for itself, and gets the
 // answers of all. A crash ends the program, and a hang ends with the group's timeout. A question for another number of
 // ranks is refused.
+// `answers`: a group of the same ranks over which the answers travel. With the target's own, a rank that raises alone
+// meets the others' collective with the doctor's, and the report may never come.
 // Comm: a few small collectives a question; every rank must ask the same questions.
 class GroupRanks final : public Ranks {
  public:
-  GroupRanks(Target target, exchange::Group group) : target_(std::move(target)), group_(std::move(group)) {}
+  GroupRanks(Target target, exchange::Group group, std::optional<exchange::Group> answers = std::nullopt)
+      : target_(std::move(target)), group_(group), answers_(answers.value_or(group)) {}
   std::vector<RankAnswer> ask(const Question& question) override;
 
  private:
   Target target_;
   exchange::Group group_;
+  exchange::Group answers_;
 };
 
 }  // namespace ulysses::doctor

@@ -107,6 +107,18 @@ std::string missing_text(const Table& table) {
   return "";
 }
 
+// Every token sees itself alone: attention ran over the heads of each token.
+Diagnosis self_only(const Table& table) {
+  const Case& c = table.c();
+  if (c.seq_len() < 2 || c.kv_lengths != c.lengths) return std::nullopt;
+  for (int64_t query = 0; query < c.seq_len(); ++query)
+    if (table.seen(query) != Numbers{query}) return std::nullopt;
+  return Finding{"heads_for_tokens",
+                 cat("each token attends only to itself, as when [B, S, H, D] is taken for [B, H, S, D]: query 1 sees ",
+                     keys_text(table.seen(1)), " instead of ", keys_text(table.wanted(1))),
+                 {}};
+}
+
 // Which ranks see which: only the own keys, all but the own, or those of a group of ranks.
 Diagnosis rank_pattern(const Table& table) {
   const int64_t ranks = table.c().cp_size;
@@ -277,7 +289,7 @@ Diagnosis explain_weights(const Case& c, const Weights& weights) {
     const Numbers queries(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
     return Finding{"not_finite", cat("the output of queries ", ranges(queries), " is not finite"), {}};
   }
-  for (const auto& look : {causal_pattern, rank_pattern, dropped_keys, lost_weight, doubled_keys})
+  for (const auto& look : {self_only, causal_pattern, rank_pattern, dropped_keys, lost_weight, doubled_keys})
     if (Diagnosis found = look(table)) return found;
   if (const std::string missing = missing_text(table); !missing.empty()) return Finding{"missing_keys", missing, {}};
   const std::string seen = seen_text(table);
