@@ -4,6 +4,7 @@ test_my_backend = ulysses_conformance(MyProcessor).
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import fnmatch
 import shlex
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from ulysses_attention import _C
-from ulysses_attention.doctor.process_ranks import GlooRanks
-from ulysses_attention.doctor.run import TRANSPORTS, case_line, ranks_of, select
+from ulysses_attention.doctor import stuck
+from ulysses_attention.doctor.run import TRANSPORTS, case_line, ranks_of, release, select
 from ulysses_pytest import ITEM
 
 __all__ = ["ulysses_conformance"]
@@ -63,9 +64,10 @@ class Examination:
     def is_closed(self) -> bool:
         return self._ranks is None
 
-    def close(self) -> None:
-        if isinstance(self._ranks, GlooRanks):
-            self._ranks.close()
+    def close(self, session: pytest.Session) -> None:
+        """A target that hung on threads still has them when pytest has said all: then the process leaves as it is."""
+        if release(self._ranks):
+            atexit.register(lambda: stuck.leave(int(session.exitstatus)))
         self._ranks = None
 
     def ask(self, item: Item, node_id: str) -> Answer:
@@ -173,7 +175,7 @@ def ulysses_conformance(
     @pytest.mark.parametrize(ITEM, items, ids=lambda item: item.id)
     def test(ulysses_item: Item, request: pytest.FixtureRequest) -> None:
         if examination.is_closed:
-            request.node.getparent(pytest.Module).addfinalizer(examination.close)
+            request.node.getparent(pytest.Module).addfinalizer(lambda: examination.close(request.session))
         _check(ulysses_item, examination.ask(ulysses_item, request.node.nodeid), strict, request.node)
 
     return test

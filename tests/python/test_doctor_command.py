@@ -15,8 +15,11 @@ import pytest
 from conftest import REPOSITORY
 from ulysses_attention import cli
 from ulysses_attention.doctor import schema
+from ulysses_attention.doctor.run import case_line
 
 MODULE = """
+import time
+
 import torch
 import torch.nn.functional as F
 from ulysses_attention import UlyssesAttentionProcessor
@@ -29,6 +32,12 @@ def local(q, k, v, group):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
+def waits(q, k, v, group):
+    while group.rank() == 1:
+        time.sleep(0.01)
+    return q
+
+
 class Mine(UlyssesAttentionProcessor):
     def attend(self, q, k, v, call):
         return local(q, k, v, None)
@@ -37,6 +46,7 @@ class Mine(UlyssesAttentionProcessor):
 class Plain:
     pass
 """
+SHARDS = ("lengths", "padded_lengths", "kv_lengths")
 SENTENCE = "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
 
 
@@ -145,6 +155,14 @@ def test_repro_lines_give_the_same_verdict_again(mine: Path, capsys: pytest.Capt
 def test_repro_of_a_damaged_line_is_wrong_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _ask(capsys, "repro", line)
     assert (status, out) == (2, "") and err.startswith("ulysses repro: ")
+
+
+def test_a_thread_that_never_comes_back_does_not_crash_the_command(mine: Path) -> None:
+    line = case_line("mine.py:waits", "threads", {key: [8, 8] for key in SHARDS})
+    command = [sys.executable, "-m", "ulysses_attention.cli", *shlex.split(line)[1:]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert ": hung\n" in done.stdout and "no answer within 5 s" in done.stdout
 
 
 def _torchrun(world: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,8 @@ from ulysses_attention.pytest_plugin import ulysses_conformance
 LOCAL = "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
 PLAIN = "equal_shards/allgather_kv/W2/float32/S16-H4-B2"
 SUITE = """
+import time
+
 import torch
 from ulysses_attention import UlyssesAttentionProcessor, ulysses_attention
 from ulysses_attention.pytest_plugin import ulysses_conformance
@@ -50,6 +52,12 @@ def trains_not(q, k, v, group, **options):
     if q.requires_grad:
         raise NotImplementedError("the backward is not supported")
     return wrong_scale(q, k, v, group, **options)
+
+
+def waits(q, k, v, group):
+    while group.rank() == 1:
+        time.sleep(0.01)
+    return q
 
 
 def test_of_the_author():
@@ -153,6 +161,15 @@ def test_processes_end_with_the_tests_of_their_module(suite: Any) -> None:
     result.stdout.fnmatch_lines([LOCAL])
     assert ProcessRanks.launches == launches + 1
     assert len(multiprocessing.active_children()) == processes
+
+
+def test_a_thread_that_never_comes_back_does_not_crash_the_session(pytester: pytest.Pytester) -> None:
+    case = "equal_shards/W2/float32/S16-H4-B2"
+    pytester.makepyfile(test_author=f"{SUITE}test_mine = ulysses_conformance(waits, cases='{case}')\n")
+    result = pytester.runpytest_subprocess("-p", "ulysses_pytest", "-p", "no:cacheprovider")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"case: {case}: hung"])
 
 
 @pytest.mark.parametrize(

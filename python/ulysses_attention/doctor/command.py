@@ -115,14 +115,10 @@ def doctor(arguments: Sequence[str]) -> int:
         if options.faults:
             return _faults(options)
         targets = [options.target] if options.target else list(backends())
-        status = max(_examine(options, target, alone=len(targets) == 1) for target in targets)
+        return max(_examine(options, target, alone=len(targets) == 1) for target in targets)
     except (TargetError, ModuleNotFoundError, ValueError) as error:
         print(f"ulysses doctor: {error}", file=sys.stderr)
         return USAGE
-    if run.stuck_threads():
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def repro(arguments: Sequence[str]) -> int:

@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
+from ulysses_attention.doctor import stuck
 from ulysses_attention.doctor.process_ranks import GlooRanks, on_device
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, check_target, strategies_of
 
-__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "reproduce", "select"]
+__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "release", "reproduce", "select"]
 
 TRANSPORTS = ("threads", "gloo")
 QUICK_DTYPES = ["float32", "bfloat16"]
-
-_stuck_threads = 0
 
 OnCase = Callable[[dict[str, Any], int, int], None]
 
@@ -54,16 +53,11 @@ def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
     return _C.ThreadRanks(as_target(target))
 
 
-def _release(ranks: Any) -> None:
-    global _stuck_threads
+def release(ranks: Any) -> int:
+    """No more questions: processes end here. How many threads never came back from the target."""
     if isinstance(ranks, GlooRanks):
         ranks.close()
-    _stuck_threads += getattr(ranks, "stuck_threads", 0)
-
-
-def stuck_threads() -> int:
-    """Threads that never came back from a target. With one, end by os._exit: it would wake in a dead interpreter."""
-    return _stuck_threads
+    return stuck.note(ranks)
 
 
 def name_of(target: str | Callable[..., Any]) -> str:
@@ -122,7 +116,7 @@ def examine(
     try:
         found = _C.examine(ranks, selection, probes if probes is not None else cases == "", on_case)
     finally:
-        _release(ranks)
+        release(ranks)
     for case in found["cases"]:
         case["repro"] = case_line(target, transport, case.pop("fields"))
         case["error"] = None if case["error"] is None else finite(case["error"])
@@ -156,4 +150,4 @@ def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     try:
         return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))
     finally:
-        _release(ranks)
+        release(ranks)
