@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import fnmatch
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from ulysses_attention import _C
 from ulysses_attention.doctor import stuck
 from ulysses_attention.doctor.run import TRANSPORTS, case_line, ranks_of, release, select
-from ulysses_pytest import ITEM
+from ulysses_attention.doctor.summary import SEVERITY
+from ulysses_pytest import ITEM, matches
 
 __all__ = ["ulysses_conformance"]
 
@@ -75,10 +75,8 @@ class Examination:
             self._ranks = ranks_of(self._target, self._transport)
         if isinstance(item.asked, Probe):
             return self._probe(item.asked, f"pytest {shlex.quote(node_id)}")
-        result, finding = _C.examine_case(self._ranks, item.asked)
-        if result["verdict"] == "refused" and item.asked.backward:  # a wrong forward must not hide behind it
-            forward = _C.examine_case(self._ranks, _C.Case({**result["fields"], "backward": False}))
-            result, finding = forward if forward[0]["verdict"] == "wrong" else (result, finding)
+        examined = _C.examine_case(self._ranks, item.asked)  # its forward too, where backward is refused
+        result, finding = min(examined, key=lambda pair: SEVERITY.index(pair[0]["verdict"]))
         again = case_line(self._target, self._transport, result["fields"])
         return Answer(result["id"], result["verdict"], result["message"], finding, again)
 
@@ -96,11 +94,13 @@ class Examination:
 
 
 def _items(selection: Any) -> Iterator[Item]:
+    """Probes, then cases, whose id matches the selection's glob."""
     for cp_size in selection.worlds:
         for strategy in selection.strategies:
             for name in _C.probe_names():
                 probe = Probe(name, strategy, cp_size)
-                yield Item(probe.id, probe)
+                if matches(probe.id, selection.glob or "*"):
+                    yield Item(probe.id, probe)
     for case in _C.make_cases(selection):
         yield Item(case.id(), case)
 
@@ -166,8 +166,7 @@ def ulysses_conformance(
     """
     strict = (strict,) if isinstance(strict, str) else tuple(strict)
     _refuse_unknown(strict, transport)
-    selection = select(target, worlds=worlds, cases="", quick=quick)
-    items = [item for item in _items(selection) if fnmatch.fnmatchcase(item.id, cases or "*")]
+    items = list(_items(select(target, worlds=worlds, cases=cases, quick=quick)))
     if not items:
         raise ValueError(f"[ulysses_conformance] cases={cases!r} matches no id. Fix: 'is_causal/*', or 'probe/*'")
     examination = Examination(target, transport)

@@ -14,6 +14,7 @@ import pytest
 from ulysses_attention import _C, backends, cli
 from ulysses_attention.launch import ProcessRanks
 from ulysses_attention.pytest_plugin import ulysses_conformance
+from ulysses_pytest import matches
 
 LOCAL = "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
 PLAIN = "equal_shards/allgather_kv/W2/float32/S16-H4-B2"
@@ -127,13 +128,21 @@ def test_items_are_selected_by_name_and_by_the_option(suite: Any) -> None:
 
 
 def test_each_case_runs_in_its_own_item_so_x_stops(suite: Any, pytester: pytest.Pytester) -> None:
-    kind = "worlds=(2,), quick=True, cases='[iv]*/W2/*'"  # is_causal, and v of 8 numbers a head
-    suite(f"built_in, {kind}", "-k", "test_mine").assert_outcomes(passed=2, deselected=1)
+    kind, two = "worlds=(2,), quick=True", ("-k", "is_causal or value_head_dim")  # the second has 8 numbers a head
+    suite(f"built_in, {kind}", *two).assert_outcomes(passed=2)
     calls = pytester.path / "calls.txt"
     assert set(calls.read_text().splitlines()) == {"16 of v", "8 of v"}
     calls.unlink()
-    suite(f"wrong_scale, {kind}", "-k", "test_mine", "-x").assert_outcomes(failed=1, deselected=1)
+    suite(f"wrong_scale, {kind}", *two, "-x").assert_outcomes(failed=1)
     assert set(calls.read_text().splitlines()) == {"16 of v"}
+
+
+def test_brackets_stand_for_themselves_in_a_glob_of_cases_and_probes() -> None:
+    for cases in ("[ei]*/W2/*", "probe/[a-z]*"):
+        with pytest.raises(ValueError, match="matches no id"):
+            ulysses_conformance("ulysses", cases=cases)
+    assert matches("probe/reach/W2", "*/re?ch/*") and not matches("reach", "[r]each")
+    assert matches("[r]each", "[r]*") and not matches("reach", "reac") and not matches("reach", "REACH")
 
 
 def test_a_refusal_passes_and_is_recorded_but_fails_where_strict(suite: Any, pytester: pytest.Pytester) -> None:
