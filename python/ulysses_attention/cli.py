@@ -99,9 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return demo.main(arguments[1:])
     if arguments[:1] in (["doctor"], ["repro"]):
-        from .doctor import command
+        from .doctor import command, stuck
 
-        return command.doctor(arguments[1:]) if arguments[0] == "doctor" else command.repro(arguments[1:])
+        status = command.doctor(arguments[1:]) if arguments[0] == "doctor" else command.repro(arguments[1:])
+        if argv is None:  # this process is the command
+            stuck.leave(status)
+        return status
     options = build_parser().parse_args(arguments)
     return _check(options) if options.command == "check" else _guide(options)
 

@@ -22,9 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def matches(item_id: str, glob: str) -> bool:
+    """The doctor's rule: "*" and "?" as in a shell, anything else for itself, over the whole id."""
+    return fnmatch.fnmatchcase(item_id, glob.replace("[", "[[]"))
+
+
 def _is_left_out(item: pytest.Item, glob: str) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
-    return ITEM in params and not fnmatch.fnmatchcase(params[ITEM].id, glob)
+    return ITEM in params and not matches(params[ITEM].id, glob)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,7 +48,7 @@ def _verdicts(target: Callable[..., Any], gloo: Worlds) -> tuple[list[dict[str, 
     """Of the plain case, of the one in which the target misbehaves, and of the plain one again."""
     cases = [_C.make_cases(select(target, worlds=[2], cases=glob, quick=True))[0] for glob in ("equal*", "return_lse*")]
     with GlooRanks(target, worlds=gloo, hang_limit_s=3.0) as ranks:
-        return [_C.examine_case(ranks, case)[0] for case in (cases[0], cases[1], cases[0])], ranks
+        return [_C.examine_case(ranks, case)[0][0] for case in (cases[0], cases[1], cases[0])], ranks
 
 
 def test_the_built_in_backend_is_right_over_processes(gloo: Worlds) -> None:
@@ -66,7 +66,7 @@ def test_a_mutant_is_named_over_processes(gloo: Worlds) -> None:
     target = "mutants.local_kv:attention"
     with GlooRanks(target, worlds=gloo) as ranks:
         (case,) = _C.make_cases(select(target, worlds=[2], cases="equal_shards/*/float32/S16-H4-B2", quick=True))
-        result, finding = _C.examine_case(ranks, case)
+        ((result, finding),) = _C.examine_case(ranks, case)
     assert (result["verdict"], result["tokens"], result["ranks"]) == ("wrong", "0-15", "0-1")
     assert finding["sentence"] == "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
 
@@ -98,7 +98,7 @@ def test_own_worlds_end_with_the_questions_and_given_ones_do_not(gloo: Worlds) -
     launches, processes = ProcessRanks.launches, len(multiprocessing.active_children())
     for worlds in (gloo, None):
         with GlooRanks("ulysses", worlds=worlds) as ranks:
-            assert _C.examine_case(ranks, case)[0]["verdict"] == "ok"
+            assert _C.examine_case(ranks, case)[0][0]["verdict"] == "ok"
     assert ProcessRanks.launches == launches + 1
     assert gloo(2).run(_process) == started
     assert len(multiprocessing.active_children()) == processes

@@ -14,10 +14,13 @@ import pytest
 from ulysses_attention import _C, backends, cli
 from ulysses_attention.launch import ProcessRanks
 from ulysses_attention.pytest_plugin import ulysses_conformance
+from ulysses_pytest import matches
 
 LOCAL = "each rank attends only to its own tokens: keys 8-15 never influence queries 0-7"
 PLAIN = "equal_shards/allgather_kv/W2/float32/S16-H4-B2"
 SUITE = """
+import time
+
 import torch
 from ulysses_attention import UlyssesAttentionProcessor, ulysses_attention
 from ulysses_attention.pytest_plugin import ulysses_conformance
@@ -50,6 +53,12 @@ def trains_not(q, k, v, group, **options):
     if q.requires_grad:
         raise NotImplementedError("the backward is not supported")
     return wrong_scale(q, k, v, group, **options)
+
+
+def waits(q, k, v, group):
+    while group.rank() == 1:
+        time.sleep(0.01)
+    return q
 
 
 def test_of_the_author():
@@ -119,13 +128,21 @@ def test_items_are_selected_by_name_and_by_the_option(suite: Any) -> None:
 
 
 def test_each_case_runs_in_its_own_item_so_x_stops(suite: Any, pytester: pytest.Pytester) -> None:
-    kind = "worlds=(2,), quick=True, cases='[iv]*/W2/*'"  # is_causal, and v of 8 numbers a head
-    suite(f"built_in, {kind}", "-k", "test_mine").assert_outcomes(passed=2, deselected=1)
+    kind, two = "worlds=(2,), quick=True", ("-k", "is_causal or value_head_dim")  # the second has 8 numbers a head
+    suite(f"built_in, {kind}", *two).assert_outcomes(passed=2)
     calls = pytester.path / "calls.txt"
     assert set(calls.read_text().splitlines()) == {"16 of v", "8 of v"}
     calls.unlink()
-    suite(f"wrong_scale, {kind}", "-k", "test_mine", "-x").assert_outcomes(failed=1, deselected=1)
+    suite(f"wrong_scale, {kind}", *two, "-x").assert_outcomes(failed=1)
     assert set(calls.read_text().splitlines()) == {"16 of v"}
+
+
+def test_brackets_stand_for_themselves_in_a_glob_of_cases_and_probes() -> None:
+    for cases in ("[ei]*/W2/*", "probe/[a-z]*"):
+        with pytest.raises(ValueError, match="matches no id"):
+            ulysses_conformance("ulysses", cases=cases)
+    assert matches("probe/reach/W2", "*/re?ch/*") and not matches("reach", "[r]each")
+    assert matches("[r]each", "[r]*") and not matches("reach", "reac") and not matches("reach", "REACH")
 
 
 def test_a_refusal_passes_and_is_recorded_but_fails_where_strict(suite: Any, pytester: pytest.Pytester) -> None:
@@ -153,6 +170,15 @@ def test_processes_end_with_the_tests_of_their_module(suite: Any) -> None:
     result.stdout.fnmatch_lines([LOCAL])
     assert ProcessRanks.launches == launches + 1
     assert len(multiprocessing.active_children()) == processes
+
+
+def test_a_thread_that_never_comes_back_does_not_crash_the_session(pytester: pytest.Pytester) -> None:
+    case = "equal_shards/W2/float32/S16-H4-B2"
+    pytester.makepyfile(test_author=f"{SUITE}test_mine = ulysses_conformance(waits, cases='{case}')\n")
+    result = pytester.runpytest_subprocess("-p", "ulysses_pytest", "-p", "no:cacheprovider")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"case: {case}: hung"])
 
 
 @pytest.mark.parametrize(

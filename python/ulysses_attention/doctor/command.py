@@ -13,13 +13,15 @@ from rich.console import Console
 from ulysses_attention.doctor import run, schema
 from ulysses_attention.doctor.faults import FaultResult, run_faults
 from ulysses_attention.doctor.html import render_html
-from ulysses_attention.doctor.targets import PEER, TargetError
+from ulysses_attention.doctor.targets import PEER
 from ulysses_attention.doctor.terminal import Progress, print_report
 from ulysses_attention.processor import backends
 
 __all__ = ["doctor", "repro"]
 
+WORLDS = (2, 4)
 USAGE = 2
+WRONG_USAGE = (ValueError, ImportError, OSError)  # a TargetError, a library that is not installed, a file
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a registered backend; module:Class or file.py:Class, a UlyssesAttentionProcessor; module:function, "
         "(q, k, v, group, **options); peer:NAME, another library. Default: every registered backend",
     )
-    parser.add_argument("--world", type=_worlds, default=(2, 4), metavar="2,4", help="numbers of ranks (default: 2,4)")
+    parser.add_argument("--world", type=_worlds, metavar="2,4", help="numbers of ranks (default: 2,4)")
     parser.add_argument(
         "--transport",
         choices=(*run.TRANSPORTS, "shm"),
@@ -51,18 +53,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON (docs/doctor-report.md)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page")
     parser.add_argument("--quick", action="store_true", help="one shape a feature, float32 and some bfloat16")
-    parser.add_argument("--faults", action="store_true", help="instead: kill, stop, slow or confuse a rank of our own")
+    parser.add_argument(
+        "--faults", action="store_true", help="instead, without TARGET: kill, stop, slow or confuse a rank of our own"
+    )
     return parser
 
 
 def _transport(asked: str | None, target: str) -> str:
-    if run.under_launcher():
-        if asked:
-            raise ValueError(f"transport={asked!r} under a launcher, whose ranks are used. Fix: leave --transport out")
-        return "torchrun"
     if asked == "shm":
         raise ValueError("transport='shm' is not part of this version. Fix: --transport threads, or gloo")
+    if run.under_launcher():
+        return "torchrun"
     return asked or ("gloo" if target.startswith(PEER) else "threads")
+
+
+def _refuse_under_launcher(options: argparse.Namespace) -> None:
+    """Its ranks are used, so nothing else may be asked of them."""
+    if options.transport:
+        asked = options.transport
+        raise ValueError(f"transport={asked!r} under a launcher, whose ranks are used. Fix: leave --transport out")
+    if options.faults:
+        raise ValueError("--faults starts ranks of its own. Fix: run it without a launcher")
+    size = int(os.environ["WORLD_SIZE"])
+    if set(options.world or [size]) != {size}:
+        asked = ",".join(map(str, options.world))
+        raise ValueError(f"--world {asked} under a launcher that started {size} ranks. Fix: leave --world out")
+
+
+def _refuse_beside_faults(options: argparse.Namespace) -> None:
+    ignored = ("world", "cases", "json", "html", "quick")
+    given = [f"--{name}" for name in ignored if getattr(options, name)]
+    given = [options.target, *given] if options.target else given
+    if given:
+        raise ValueError(f"--faults tries ranks of our own and takes no {', '.join(given)}. Fix: leave it out")
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Before the run, which may take minutes."""
+    folder = file.parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {file.name}. Fix: a file in a folder that exists")
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{file} cannot be written. Fix: a file that can be")
 
 
 def _file_of(path: Path, target: str, alone: bool) -> Path:
@@ -72,10 +104,10 @@ def _file_of(path: Path, target: str, alone: bool) -> Path:
 def _examine(options: argparse.Namespace, target: str, alone: bool) -> int:
     transport = _transport(options.transport, target)
     speaks = os.environ.get("RANK", "0") == "0" or transport != "torchrun"
-    with Progress(None if speaks else Console(file=open(os.devnull, "w"))) as progress:
+    with Progress(None if speaks else Console(quiet=True, force_terminal=False)) as progress:
         report = run.examine(
             target,
-            worlds=options.world,
+            worlds=options.world or WORLDS,
             transport=transport,
             cases=options.cases,
             quick=options.quick,
@@ -103,7 +135,7 @@ def _faults(options: argparse.Namespace) -> int:
         if result.problem:
             console.print(f"         WRONG: {result.problem}", markup=False, soft_wrap=True)
 
-    transports = [options.transport] if options.transport in run.TRANSPORTS else list(run.TRANSPORTS)
+    transports = [_transport(options.transport, "")] if options.transport else list(run.TRANSPORTS)
     results = [result for transport in transports for result in run_faults(transport=transport, on_result=show)]
     return int(any(result.verdict != "ok" for result in results))
 
@@ -112,17 +144,18 @@ def doctor(arguments: Sequence[str]) -> int:
     """Exit status: 0 all right or refused cleanly, 1 something is wrong, 2 wrong usage."""
     options = _parser().parse_args(arguments)
     try:
+        if run.under_launcher():
+            _refuse_under_launcher(options)
         if options.faults:
+            _refuse_beside_faults(options)
             return _faults(options)
         targets = [options.target] if options.target else list(backends())
-        status = max(_examine(options, target, alone=len(targets) == 1) for target in targets)
-    except (TargetError, ModuleNotFoundError, ValueError) as error:
+        for file in filter(None, (options.json, options.html)):
+            _refuse_unwritable(file)
+        return max(_examine(options, target, alone=len(targets) == 1) for target in targets)
+    except WRONG_USAGE as error:
         print(f"ulysses doctor: {error}", file=sys.stderr)
         return USAGE
-    if run.stuck_threads():
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def repro(arguments: Sequence[str]) -> int:
@@ -130,14 +163,15 @@ def repro(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ulysses repro", description="Ask one case of the doctor again.")
     parser.add_argument("case", help="the JSON text that the doctor printed")
     try:
-        result, finding = run.reproduce(parser.parse_args(arguments).case)
-    except (TargetError, ModuleNotFoundError, ValueError, KeyError) as error:
+        examined = run.reproduce(parser.parse_args(arguments).case)
+    except (*WRONG_USAGE, LookupError, TypeError) as error:  # the last two from a damaged line
         print(f"ulysses repro: {error}", file=sys.stderr)
         return USAGE
-    numbers = "" if result["error"] is None else f" (error {result['error']:.2e}, allowed {result['allowed']:.2e})"
-    print(f"{result['id']}: {result['verdict']}{numbers}")
-    if result["message"]:
-        print(result["message"])
-    if finding:
-        print(f"{finding['sentence']}\n  {finding['point']}\n  {finding['anchor']}")
-    return 0 if result["verdict"] in ("ok", "refused") else 1
+    for result, finding in examined:
+        numbers = "" if result["error"] is None else f" (error {result['error']:.2e}, allowed {result['allowed']:.2e})"
+        print(f"{result['id']}: {result['verdict']}{numbers}")
+        if result["message"]:
+            print(result["message"])
+        if finding:
+            print(f"{finding['sentence']}\n  {finding['point']}\n  {finding['anchor']}")
+    return int(any(result["verdict"] not in schema.CLEAN for result, _ in examined))

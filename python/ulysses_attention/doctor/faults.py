@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention.attention import ulysses_attention
+from ulysses_attention.doctor.run import TRANSPORTS
 from ulysses_attention.launch import ProcessRanks, RankError, post
 from ulysses_attention.processor import AttendCall
 from ulysses_attention.ranks import run_ranks
@@ -22,9 +23,8 @@ from ulysses_attention.ranks import run_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TRANSPORTS", "FaultResult", "run_faults"]
+__all__ = ["FaultResult", "run_faults"]
 
-TRANSPORTS = ("gloo", "threads")
 TIMEOUT_S = 5.0  # of the group that has the fault
 LIMIT_S = 10.0  # for every survivor's answer
 SLOW_S = 1.5

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_attention.doctor import peers
+from ulysses_attention.doctor.summary import SEVERITY, WORDS
 
 __all__ = ["main", "render_peers"]
 
@@ -38,15 +39,7 @@ _COLUMNS = {
     "dropout": {"dropout"},
     "16-bit": {"equal_shards"},
 }
-_WORDS = {  # from the best to the worst
-    "ok": "ok",
-    "refused": "refused",
-    "unclear_message": "unclear",
-    "one_rank_only": "one rank only",
-    "crashed": "crashed",
-    "hung": "hung",
-    "wrong": "**wrong**",
-}
+_WORDS = WORDS | {"one_rank_only": "one rank only", "wrong": "**wrong**"}
 _SIXTEEN_BIT = {"bfloat16", "float16"}
 _GRADIENTS = {"dq", "dk", "dv"}
 
@@ -119,8 +112,7 @@ def _cell(column: str, cases: Sequence[Case], notes: _Notes) -> str:
     found = _cases_of(column, cases)
     if not found:
         return "not run"
-    order = list(_WORDS)
-    verdict, message = max(found, key=lambda each: order.index(each[0]))
+    verdict, message = min(found, key=lambda each: SEVERITY.index(each[0]))
     words = _WORDS[verdict]
     if verdict != "ok" and message:
         words += f" [{notes.number(message)}]"

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from ulysses_attention import _C
-from ulysses_attention.doctor.targets import Target, as_target
+from ulysses_attention.doctor.targets import Target, TargetError, as_target
 from ulysses_attention.launch import ProcessRanks, RankError, post
 
 __all__ = ["GlooRanks"]
 
 HANG_LIMIT_S = 5.0
 GROUP_TIMEOUT_S = 10.0
+SET_UP_LIMIT_S = 120.0  # imports take longer than an answer may
 
 _targets: dict[Any, Target] = {}  # of this rank process: a target is set up once
 
@@ -107,7 +108,10 @@ class GlooRanks(_C.DoctorRanks):
         self._logs.cleanup()
 
     def ask(self, question: Any) -> list[Any]:
-        """One answer per rank; never raises what a rank meets. Called from the C++ core."""
+        """One answer per rank; never raises what a rank meets in a question. Called from the C++ core.
+
+        Errors: TargetError where the target can't even be set up.
+        """
         size = question.case.cp_size
         world = self._world(size)
         devices = [world.device(rank) for rank in range(size)]
@@ -139,9 +143,19 @@ class GlooRanks(_C.DoctorRanks):
         if size not in self._is_set_up:
             devices = [world.device(rank) for rank in range(size)]
             logs = self._logs.name if size in self._own else None  # a world that is lent keeps its own stderr
-            world.run(_set_up, self._target, devices, logs, timeout_s=120.0)  # imports take longer than an answer may
+            self._set_up(world, devices, logs)
             self._is_set_up.add(size)
         return world
+
+    def _set_up(self, world: ProcessRanks, devices: Sequence[torch.device], logs: str | None) -> None:
+        """Errors: TargetError for a target that fails in the process of a rank, before there is a question."""
+        try:
+            world.run(_set_up, self._target, devices, logs, timeout_s=SET_UP_LIMIT_S)
+        except RankError as error:
+            why = self._last_words(world.world, error.rank, error.reports[error.rank])
+            raise TargetError(f"{self._target} cannot be set up on rank {error.rank}: {why}") from error
+        except TimeoutError as error:
+            raise TargetError(f"{self._target} cannot be set up: {error}") from error
 
     def _last_words(self, size: int, rank: int, report: str) -> str:
         """The end of a process in one line: why, as far as it said, and its exit code."""

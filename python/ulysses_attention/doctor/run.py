@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
+from ulysses_attention.doctor import stuck
 from ulysses_attention.doctor.process_ranks import GlooRanks, on_device
-from ulysses_attention.doctor.schema import SCHEMA_VERSION, Report, finite
+from ulysses_attention.doctor.schema import SCHEMA_VERSION, VERDICTS, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, check_target, strategies_of
 
-__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "reproduce", "select"]
+__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "release", "reproduce", "select"]
 
 TRANSPORTS = ("threads", "gloo")
-QUICK_DTYPES = ["float32", "bfloat16"]
-
-_stuck_threads = 0
 
 OnCase = Callable[[dict[str, Any], int, int], None]
 
@@ -54,16 +52,11 @@ def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
     return _C.ThreadRanks(as_target(target))
 
 
-def _release(ranks: Any) -> None:
-    global _stuck_threads
+def release(ranks: Any) -> int:
+    """No more questions: processes end here. How many threads never came back from the target."""
     if isinstance(ranks, GlooRanks):
         ranks.close()
-    _stuck_threads += getattr(ranks, "stuck_threads", 0)
-
-
-def stuck_threads() -> int:
-    """Threads that never came back from a target. With one, end by os._exit: it would wake in a dead interpreter."""
-    return _stuck_threads
+    return stuck.note(ranks)
 
 
 def name_of(target: str | Callable[..., Any]) -> str:
@@ -76,25 +69,23 @@ def name_of(target: str | Callable[..., Any]) -> str:
 
 
 def case_line(target: str | Callable[..., Any], transport: str, fields: dict[str, Any]) -> str:
-    """The shell line that asks one case again."""
+    """The shell line that asks one case again. A shell has no launcher's world: it starts processes in its stead."""
+    transport = "gloo" if transport == "torchrun" else transport
     text = json.dumps({"target": name_of(target), "transport": transport, "case": fields}, separators=(",", ":"))
     return f"ulysses repro {shlex.quote(text)}"
 
 
 def _summary(cases: Sequence[dict[str, Any]]) -> dict[str, int]:
-    verdicts = ("ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message")
-    return {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in verdicts}
+    return {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in VERDICTS}
 
 
 def select(target: str | Callable[..., Any], *, worlds: Sequence[int], cases: str, quick: bool) -> Any:
     """Which cases to make for a target. Errors: TargetError."""
     selection = _C.CaseSelection()
     selection.strategies = strategies_of(target)
-    selection.worlds = list(worlds)
+    selection.worlds = list(dict.fromkeys(worlds))
     selection.quick = quick
     selection.glob = cases
-    if quick:
-        selection.dtypes = QUICK_DTYPES
     return selection
 
 
@@ -122,7 +113,7 @@ def examine(
     try:
         found = _C.examine(ranks, selection, probes if probes is not None else cases == "", on_case)
     finally:
-        _release(ranks)
+        release(ranks)
     for case in found["cases"]:
         case["repro"] = case_line(target, transport, case.pop("fields"))
         case["error"] = None if case["error"] is None else finite(case["error"])
@@ -144,16 +135,19 @@ def examine(
     return cast(Report, report)
 
 
-def reproduce(line: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Ask one case again: (the case's result, the finding or None). `line` is the JSON of `ulysses repro`.
+def reproduce(line: str) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Ask one case again: (the case's result, the finding or None), and behind it the same of its forward alone where
+    backward is refused. `line` is the JSON of `ulysses repro`.
 
     Errors: TargetError; ValueError for a line that is no case.
     """
     asked = json.loads(line)
-    if not isinstance(asked, dict) or set(asked) != {"target", "transport", "case"}:
+    parts = {"target": str, "transport": str, "case": dict}
+    if not isinstance(asked, dict) or {name: type(value) for name, value in asked.items()} != parts:
         raise ValueError("the line is no case. Fix: the text between the quotes of an `ulysses repro` line")
+    case = _C.Case(asked["case"])
     ranks = ranks_of(asked["target"], asked["transport"])
     try:
-        return cast("tuple[dict[str, Any], dict[str, Any] | None]", _C.examine_case(ranks, _C.Case(asked["case"])))
+        return cast("list[tuple[dict[str, Any], dict[str, Any] | None]]", _C.examine_case(ranks, case))
     finally:
-        _release(ranks)
+        release(ranks)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -88,8 +89,13 @@ def _through_function(function: Callable[..., Any]) -> Target:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
         case = call.case
+        if case.order != "contiguous":
+            raise NotImplementedError(
+                f"not asked of {name}(): the doctor has no layout of order={case.order!r} to hand over, because "
+                f"SequenceLayout does not make one yet. [CP049]"
+            )
         keywords = keywords_of(call)
-        if case.lengths == case.padded_lengths and case.order == "contiguous" and not takes_all:
+        if case.lengths == case.padded_lengths and not takes_all:
             # Shapes say everything that these layouts say: a function may do without.
             keywords = {n: x for n, x in keywords.items() if n not in ("layout", "kv_layout") or n in parameters}
         missing = [n for n in keywords if n not in parameters and not takes_all]
@@ -101,29 +107,58 @@ def _through_function(function: Callable[..., Any]) -> Target:
 
 
 def _load_module(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        try:
-            if "" not in sys.path:
-                sys.path.insert(0, "")  # a module of the user's own folder
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise TargetError(
-                f"no module {where!r} ({error}). "
-                f"Fix: run in the folder that holds it, or name the file: {where}.py:NAME"
-            ) from error
-    path = Path(where).resolve()
-    if not path.is_file():
+    """The module of a name or a file. Errors: TargetError, whatever it raises."""
+    is_file = where.endswith(".py")
+    if is_file and not Path(where).is_file():
         raise TargetError(f"no file {where}. Fix: PATH.py:NAME of a file that exists")
-    name = path.stem
-    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+    try:
+        if is_file:
+            return _load_file(Path(where).resolve())
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # a module of the user's own folder
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise TargetError(f"{where} needs {error.name}, which is not installed ({error})") from error
+        raise TargetError(
+            f"no module {where!r} ({error}). Fix: run in the folder that holds it, or name the file: {where}.py:NAME"
+        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may also end by sys.exit
+        raise TargetError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = _module_name(path)
+    if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent)
     sys.modules[name] = module  # so that its classes can be pickled
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
+    sys.path.insert(0, folder)  # for the files beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file named like an installed module stands in nobody's way
     return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's stem, as the files beside it import it; the whole path where the stem means another module."""
+    stem = path.stem
+    own_name = re.sub(r"\W", "_", str(path.with_suffix("")))
+    if stem in sys.modules:
+        return stem if getattr(sys.modules[stem], "__file__", None) == str(path) else own_name
+    found = importlib.util.find_spec(stem) if stem.isidentifier() else None
+    return own_name if found is not None and found.origin != str(path) else stem
 
 
 def _find(name: str) -> Any:
