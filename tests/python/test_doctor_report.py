@@ -66,14 +66,16 @@ def test_a_broken_report_is_refused_with_the_place(name: str, tmp_path: pathlib.
     assert not path.exists()
 
 
-def test_only_probes_can_make_the_exit_status_1() -> None:
+def test_probes_or_findings_alone_make_the_exit_status_1() -> None:
     report: Any = sample()
     report["cases"] = [case for case in report["cases"] if case["verdict"] in ("ok", "refused")]
     report["summary"] = dict.fromkeys(report["summary"], 0) | {"ok": 7, "refused": 4}
     report["findings"][0]["cases"] = []
     assert schema.validate(report) == []
     for probe in report["probes"]:
-        probe["verdict"] = "ok"
+        probe.update(verdict="ok", finding=None)
+    assert schema.validate(report) == [], "a finding alone is something wrong"
+    report["findings"] = []
     assert schema.validate(report) == ["exit_status=1, but nothing is wrong"]
 
 
@@ -162,7 +164,7 @@ def test_many_ranks_become_several_tables_and_no_word_is_cut(width: int) -> None
         for strategy in report["strategies"]:
             case = next(c for c in report["cases"] if c["strategy"] == strategy)
             report["cases"].append(case | {"id": f"{case['id']}-{world}", "cp_size": world})
-    tables = printed(report, width).split("Finding 1")[0]
+    tables = printed(report, width).split("refused with these words")[0]
     assert "…" not in tables
     assert max(len(line) for line in tables.splitlines()) <= width
     words = tables.split()
@@ -179,6 +181,12 @@ def test_a_column_is_a_strategy_above_its_ranks_and_only_where_cases_ran() -> No
     lines = [line.split() for line in printed(report).splitlines()]
     header = lines.index(["feature", "W=2", "W=4", "W=2", "W=4"])
     assert lines[header - 1] == ["ulysses", "ulysses", "allgather_kv", "allgather_kv"]
+
+
+def test_each_refusal_stands_once_below_the_table_with_its_words() -> None:
+    text = printed(sample())
+    said = text.split("refused with these words:")[1].split("Finding 1")[0]
+    assert said.count("window=(4, 0)") == 1 and "window" in said and "Fix:" in said
 
 
 def test_a_right_report_says_so() -> None:

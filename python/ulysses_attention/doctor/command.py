@@ -146,6 +146,8 @@ def doctor(arguments: Sequence[str]) -> int:
     try:
         if run.under_launcher():
             _refuse_under_launcher(options)
+        if options.world == (1,):
+            raise ValueError("--world 1: one rank alone can show no fault of an exchange. Fix: --world 2, or 1,2")
         if options.faults:
             _refuse_beside_faults(options)
             return _faults(options)

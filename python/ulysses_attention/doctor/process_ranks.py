@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ def on_device(target: Target, device: torch.device) -> Target:
     if device.type == "cpu":
         return target
 
+    def there(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.to(device)
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
+        call = SimpleNamespace(case=call.case, mask=there(call.mask), text=[there(x) for x in call.text])
         return target(q.to(device), k.to(device), v.to(device), group, call)
 
     return attend

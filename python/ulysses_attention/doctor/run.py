@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
 from ulysses_attention.doctor import stuck
-from ulysses_attention.doctor.process_ranks import GlooRanks, on_device
+from ulysses_attention.doctor.process_ranks import GROUP_TIMEOUT_S, GlooRanks, on_device
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, VERDICTS, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, check_target, strategies_of
 
@@ -39,8 +40,9 @@ def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
         if not dist.is_initialized():
             if has_gpu:
                 torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if has_gpu else "gloo")
-        return _C.GroupRanks(on_device(as_target(target), device), dist.group.WORLD)
+            dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * GROUP_TIMEOUT_S))
+        return _C.GroupRanks(on_device(as_target(target), device), dist.group.WORLD, answers)
     if transport == "gloo":
         if isinstance(target, str):
             check_target(target)  # before a world starts for it

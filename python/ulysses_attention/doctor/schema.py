@@ -228,6 +228,7 @@ def _count_problems(report: Report) -> Iterator[str]:
             yield f"summary.{verdict}={stated}, but {counted} cases have this verdict"
     bad = [case["id"] for case in report["cases"] if case["verdict"] not in CLEAN]
     bad += [f"probe {probe['name']}" for probe in report["probes"] if probe["verdict"] == "wrong"]
+    bad += [finding["kind"] for finding in report["findings"]]
     if report["exit_status"] != int(bool(bad)):
         why = f"{bad[0]} is not right" if bad else "nothing is wrong"
         yield f"exit_status={report['exit_status']}, but {why}"

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ulysses_attention import _C
 from ulysses_attention.attention import ulysses_attention
@@ -28,6 +29,8 @@ __all__ = ["Target", "TargetError", "as_target", "check_target", "strategies_of"
 Target = Callable[..., Any]
 
 PEER = "peer:"
+#: What torch.distributed's functions say to a rank that is a thread.
+_NEEDS_PROCESSES = ("process group has not been initialized", "not initialized in the world group map")
 _numbers = itertools.count()
 
 
@@ -101,7 +104,15 @@ def _through_function(function: Callable[..., Any]) -> Target:
         missing = [n for n in keywords if n not in parameters and not takes_all]
         if missing:
             raise NotImplementedError(f"{name}() has no argument {', '.join(missing)}")
-        return function(q, k, v, group, **keywords)
+        try:
+            return function(q, k, v, group, **keywords)
+        except (ValueError, RuntimeError) as error:
+            if dist.is_initialized() or not any(words in str(error) for words in _NEEDS_PROCESSES):
+                raise
+            raise RuntimeError(
+                f"{error} The target calls torch.distributed's functions, which look groups up per process, and "
+                f"these ranks are threads. Fix: --transport gloo"
+            ) from error
 
     return attend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -28,6 +29,7 @@ STYLES = {
 }
 MAX_UNEXPLAINED = 8  # cells spelled out below the findings; the HTML and the JSON have all
 MAX_MESSAGE = 300  # characters
+MAX_REFUSALS = 12
 
 
 class Progress:
@@ -165,6 +167,22 @@ def _print_findings(report: Report, console: Console) -> None:
             console.print(Text(f"WRONG {plain(name)}: {plain(probe['detail'])}", style=STYLES["wrong"]))
 
 
+def _print_refusals(report: Report, console: Console) -> None:
+    """What each kind of refusal says, once: the matrix shows only its id."""
+    said: dict[str, str] = {}
+    for case in report["cases"]:
+        if case["verdict"] == "refused":
+            ids = re.findall(r"\[(CP\d+)\]", case["message"])
+            said.setdefault(ids[-1] if ids else case["message"], f"{case['feature']}: {_first_line(case['message'])}")
+    if said:
+        console.print()
+        console.print(Text("refused with these words:", style="dim"))
+    for text in list(said.values())[:MAX_REFUSALS]:
+        console.print(Text("  " + plain(text), style="dim"), soft_wrap=True)
+    if len(said) > MAX_REFUSALS:
+        console.print(Text(f"  and {len(said) - MAX_REFUSALS} more: see --html or --json", style="dim"))
+
+
 def _print_unexplained(matrix: Matrix, console: Console) -> None:
     """Cells that are not right and that no finding explains."""
     cells = [cell for cell in matrix.bad() if any(case["finding"] is None for case in cell.worst)]
@@ -193,7 +211,13 @@ def print_report(report: Report, console: Console) -> None:
     for columns in _column_groups(matrix, console.width):
         console.print()
         console.print(_table(matrix, columns))
-    console.print(Text("W: ranks. A number: largest error against float64. 2/5: in two of five cases.", style="dim"))
+    console.print(
+        Text(
+            "W: ranks. A number: largest error against float64, 16-bit cases among them. 2/5: in two of five cases.",
+            style="dim",
+        )
+    )
+    _print_refusals(report, console)
     _print_findings(report, console)
     _print_unexplained(matrix, console)
     console.print()

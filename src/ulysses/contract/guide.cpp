@@ -155,6 +155,12 @@ register_backend("my_backend", MyBackend)
 - Prove it: `ulysses doctor my_module:MyBackend` asks every row of the table above on one machine without a GPU, and
   says what is refused and what is wrong, in one sentence with the tokens, heads or ranks. `ulysses_conformance(MyBackend)`
   makes the same a test suite of yours. In a running job: `check_attention(fn, group)` on every rank.
+- The doctor takes a function too, `(q, k, v, group, **options)` → out or (out, lse). It hands over an option only where a
+  case asks for it, under the names of `ulysses_attention`: `is_causal`, `softmax_scale`, `return_lse`, `layout` and
+  `kv_layout` (shards that are not all equal, or padded), `causal_alignment`, `window=(left, right)`, `attn_mask` (bool
+  `[B, S_kv]`), `joint=(q, k, v)` of the text, `cu_seqlens_q`, `cu_seqlens_kv`, `dropout_p`, `kv_role`, `qkv_format`,
+  `ulysses_degree`. A name that the signature lacks counts as refused. Code that calls torch.distributed's own functions
+  needs processes: `--transport gloo`, or `torchrun --no-python ulysses doctor …`.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
 - What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with
