@@ -37,7 +37,7 @@ def differing_repeats(rank: int, group: Any, strategy: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv"])
-def test_b98_calls_beside_other_work_are_equal_bit_for_bit(strategy: str) -> None:
+def test_calls_beside_other_work_are_equal_bit_for_bit(strategy: str) -> None:
     """Video on two GPUs showed horizontal lines, fewer when the exchange was forced to be synchronous."""
     world = torch.cuda.device_count()
     assert run_processes(differing_repeats, world, strategy, backend="nccl") == [0] * world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from ulysses_attention import SequenceLayout, check_attention, run_ranks, ulysses_attention
 from ulysses_attention.recipe import context_parallel_attention
 
-SECONDS = 5.0
 ROWS = 8  # of the shards that check_attention makes
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
@@ -33,16 +31,13 @@ class _ScaleGrad(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _attention(kind: str, rank: int, group: Any) -> Attention:
-    """A context-parallel attention with one property, wrong unless its name says otherwise."""
+def _by_hand(rank: int, group: Any) -> dict[str, Attention]:
+    """Attentions over gathered keys and values; the first is right."""
     world = group.size()
     layout = SequenceLayout.from_lengths([ROWS] * world)
 
     def gather(x: torch.Tensor, grad: Any = "sum") -> torch.Tensor:
         return layout.gather(x, group, grad=grad)
-
-    def ours(q: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
-        return ulysses_attention(q, k, v, group, **options)
 
     def right_by_hand(q: Any, k: Any, v: Any) -> torch.Tensor:
         return _attend(q, gather(k), gather(v))
@@ -62,6 +57,25 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
         stacked = [torch.cat(gather(x).chunk(world, 1), 0) for x in (k, v)]  # [W · B, S_local, H, D]
         return _attend(q, *(x.reshape(batch, -1, *q.shape[2:]) for x in stacked))
 
+    return {
+        "right_by_hand": right_by_hand,
+        "own_repeated": lambda q, k, v: _attend(q, k.repeat(1, world, 1, 1), v.repeat(1, world, 1, 1)),
+        "own_counted_twice": own_counted_twice,
+        "last_rank_dropped": last_rank_dropped,
+        "batch_mixed": batch_mixed,
+        "swapped_ranks": swapped_ranks,
+        "not_reduced": lambda q, k, v: _attend(q, gather(k, "slice"), gather(v, "slice")),
+        "whole_shape": lambda q, k, v: _attend(gather(q), gather(k), gather(v)),
+    }
+
+
+def _attention(kind: str, rank: int, group: Any) -> Attention:
+    """A context-parallel attention with one property, wrong unless its name says otherwise."""
+    world = group.size()
+
+    def ours(q: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
+        return ulysses_attention(q, k, v, group, **options)
+
     def raises_on_rank_1(q: Any, k: Any, v: Any) -> torch.Tensor:
         if rank == 1:
             raise ArithmeticError("cannot attend")
@@ -71,44 +85,34 @@ def _attention(kind: str, rank: int, group: Any) -> Attention:
         "ours": ours,
         "ours_by_gather": lambda q, k, v: ours(q, k, v, strategy="allgather_kv"),
         "recipe": lambda q, k, v: context_parallel_attention(q, k, v, group=group),
-        "right_by_hand": right_by_hand,
         "local": _attend,
-        "own_repeated": lambda q, k, v: _attend(q, k.repeat(1, world, 1, 1), v.repeat(1, world, 1, 1)),
-        "own_counted_twice": own_counted_twice,
-        "last_rank_dropped": last_rank_dropped,
-        "batch_mixed": batch_mixed,
         "16-bit_inside": lambda q, k, v: ours(*(x.bfloat16() for x in (q, k, v))).float(),
         "tuple": lambda q, k, v: ours(q, k, v, return_lse=True),
         "swapped_heads": lambda q, k, v: ours(q, k, v).flip(2),
         "swapped_rows": lambda q, k, v: ours(q, k, v).flip(1),
-        "swapped_ranks": swapped_ranks,
         "scale_1": lambda q, k, v: ours(q, k, v, softmax_scale=1.0),
         "scale_1/D": lambda q, k, v: ours(q, k, v, softmax_scale=1.0 / q.shape[3]),
         "values_off": lambda q, k, v: ours(q, k, v) + 0.01 * k.abs().sum() * v.std(),
-        "not_reduced": lambda q, k, v: _attend(q, gather(k, "slice"), gather(v, "slice")),
         "scaled_grad": lambda q, k, v: _ScaleGrad.apply(ours(q, k, v), float(world)),
         "no_grad_of_q": lambda q, k, v: ours(q.detach(), k, v),
         "no_grad": lambda q, k, v: ours(q, k, v).detach(),
-        "whole_shape": lambda q, k, v: _attend(gather(q), gather(k), gather(v)),
         "nan": lambda q, k, v: ours(q, k, v) * float("nan"),
         "no_tensor": lambda q, k, v: None,
         "raises": raises_on_rank_1,
     }
-    return kinds[kind]
+    return (kinds | _by_hand(rank, group))[kind]
 
 
-def _check(rank: int, group: Any, kind: str) -> tuple[str, bool, float, str]:
-    start = time.monotonic()
+def _check(rank: int, group: Any, kind: str) -> tuple[str, bool, str]:
     check = check_attention(_attention(kind, rank, group), group)
-    seconds = time.monotonic() - start
     assert check.diagnosis in str(check)
-    return check.diagnosis, check.ok, seconds, str(check)
+    return check.diagnosis, check.ok, str(check)
 
 
-def _run(way: str, world: int, kind: str, gloo: Any) -> list[tuple[str, bool, float, str]]:
+def _run(way: str, world: int, kind: str, gloo: Any) -> list[tuple[str, bool, str]]:
     if way == "gloo":
-        return gloo(world).run(_check, kind, timeout_s=30.0)
-    return run_ranks(lambda rank, group: _check(rank, group, kind), world, timeout_s=10.0)
+        return gloo(world).run(_check, kind, timeout_s=60.0)
+    return run_ranks(lambda rank, group: _check(rank, group, kind), world)
 
 
 RIGHT = [("threads", "ours"), ("threads", "ours_by_gather"), ("threads", "right_by_hand"),
@@ -119,26 +123,26 @@ RIGHT = [("threads", "ours"), ("threads", "ours_by_gather"), ("threads", "right_
 @pytest.mark.parametrize(("way", "kind"), RIGHT)
 def test_ok_for_what_is_right(way: str, kind: str, world: int, gloo: Any) -> None:
     results = _run(way, world, kind, gloo)
-    for diagnosis, ok, seconds, text in results:
-        assert diagnosis == "ok" and ok and seconds < SECONDS
-        assert text == results[0][3] and text.startswith("ok (largest error: out ")
+    for diagnosis, ok, text in results:
+        assert diagnosis == "ok" and ok
+        assert text == results[0][2] and text.startswith("ok (largest error: out ")
 
 
 WRONG = {
     "local": "each rank attends only to its own tokens: keys 8-{last} never influence queries 0-7",
     "own_repeated": "each rank attends only to its own tokens: keys 8-{last} never influence queries 0-7",
     "last_rank_dropped": "the tail of the sequence is dropped: keys {first_of_last}-{last} never influence any query",
-    "own_counted_twice": "keys 0-7 count 2 times in query 0: weight {twice}",
+    "own_counted_twice": "keys 0-7 weigh 2 times as much as the others in query 0: {twice}",
     "swapped_heads": "the heads are out of order: token 0, head 0 holds what belongs to token 0, head 3",
     "swapped_rows": "the tokens are out of order: token 0, head 0 holds what belongs to token 7, head 0",
     "swapped_ranks": "rank 0 gets the rows of rank 1: token 0, head 0 holds what belongs to token 8, head 0",
     "scale_1": "the softmax scale is 1 (no scale) instead of 0.25",
     "scale_1/D": "the softmax scale is 0.0625 (1 / D) instead of 0.25",
     "values_off": "the numbers are wrong although every key reaches every query in order: out is off by ",
-    "batch_mixed": "the sequences of a batch are mixed: the values that token 0 of sequence 0 sees have the mean",
+    "batch_mixed": "the sequences of a batch are mixed: token 0 of sequence 0 sees the values of several sequences",
     "16-bit_inside": "as far as 16-bit arithmetic goes: the call gets float32 and must compute in it",
     "tuple": "every rank raised: the call returned tuple instead of one tensor like q",
-    "not_reduced": "the gradient of k and v holds only the own rank's queries: it is not summed over the {world} ranks",
+    "not_reduced": "the gradients of k and v come from the rank's own queries only: not summed over the {world} ranks",
     "scaled_grad": "the gradients of q, k, v are {world} times what they must be (cp_size: summed over the ranks once",
     "no_grad_of_q": "the gradient of q is missing",
     "no_grad": "the output carries no gradient: backward would train nothing",
@@ -160,10 +164,10 @@ def test_one_sentence_for_what_is_wrong(kind: str, world: int, gloo: Any) -> Non
     )  # fmt: skip
     for way in ("threads", "gloo"):
         results = _run(way, world, kind, gloo)
-        for diagnosis, ok, seconds, text in results:
+        for diagnosis, ok, text in results:
             assert wanted in diagnosis and not ok, (way, diagnosis)
-            assert "\n" not in diagnosis and seconds < SECONDS
-            assert text == results[0][3]  # the same on every rank
+            assert "\n" not in diagnosis
+            assert text == results[0][2]  # the same on every rank
 
 
 def test_the_errors_stand_behind_the_sentence() -> None:
@@ -195,10 +199,10 @@ def test_causal_attention_is_right_when_it_is_meant_to_be(world: int) -> None:
     last = ROWS * world - 1
     assert run("causal", False).startswith(
         "attention is causal although is_causal is not asked for: "
-        f"query 0 (row 0 of rank 0) sees keys 0 instead of 0-{last}"
+        f"query 0 (row 0 of rank 0) sees key 0 instead of keys 0-{last}"
     )
     assert run("full", True).startswith(
-        f"is_causal is ignored: query 0 (row 0 of rank 0) sees keys 0-{last} instead of 0"
+        f"is_causal is ignored: query 0 (row 0 of rank 0) sees keys 0-{last} instead of key 0"
     )
 
 

@@ -33,7 +33,7 @@ def test_every_fault_ends_well(found: dict[tuple[str, str], FaultResult]) -> Non
     assert list(found) == [*(("threads", name) for name in ON_THREADS), *(("gloo", name) for name in ON_GLOO)]
     for result in found.values():
         assert (result.verdict, result.problem) == ("ok", ""), result
-        assert len(result.texts) == result.world == WORLD and result.seconds < 10.0
+        assert len(result.texts) == result.world == WORLD
 
 
 def _error(text: str) -> str:
@@ -44,7 +44,7 @@ def _error(text: str) -> str:
 def test_a_slow_rank_is_waited_for(found: dict[tuple[str, str], FaultResult], transport: str) -> None:
     result = found[transport, "slow"]
     assert result.texts == ("right numbers",) * WORLD
-    assert result.seconds > 1.0  # the fault was there
+    assert result.seconds >= faults.SLOW_S  # the others did wait: a sleep is never shorter
 
 
 @pytest.mark.parametrize("transport", ["threads", "gloo"])
@@ -82,8 +82,8 @@ def test_cp062_a_lost_process_is_named_and_so_is_who_failed_too(
             "never calls": "made no call",
         }[fault]
     )
-    # A lost connection is seen at once, a silent rank after the 5 s of the group; 1.5 s for the others' reports.
-    assert (result.seconds > 5.0) is (fault != "killed")
+    if fault != "killed":  # a lost connection is seen at once, a silent rank after the time of the group
+        assert result.seconds >= faults.TIMEOUT_S
 
 
 def test_cp062_a_thread_that_never_comes_is_named(found: dict[tuple[str, str], FaultResult]) -> None:
