@@ -146,7 +146,7 @@ TEST(DoctorFindings, OneFaultIsOneSentence) {
       {ranks_reversed, "rank_order",
        "rank 0 gets the rows of rank 1: token 0, head 0 holds what belongs to token 8, head 0"},
       {not_reduced, "gradient_not_reduced",
-       "the gradient of k and v holds only the own rank's queries: it is not summed over the 2 ranks"},
+       "the gradients of k and v come from the rank's own queries only: not summed over the 2 ranks"},
       {scale_of_d, "scale", "the softmax scale is 0.0625 (1 / D) instead of 0.25"},
       {gradient_times_ranks, "gradient_factor",
        "the gradients of q, k, v are 2 times what they must be (cp_size: summed over the ranks once too often)"},
@@ -293,7 +293,7 @@ TEST(DoctorDuality, JudgesDropout) {
     const Verdict verdict = Examiner(ranks).check(c);
     EXPECT_EQ(verdict.kind, factor == 1.0 ? VerdictKind::kOk : VerdictKind::kWrong) << verdict.message;
     EXPECT_EQ(verdict.tensor, "dv");
-    EXPECT_EQ(verdict.message.starts_with("<dv, v> = "), factor != 1.0) << verdict.message;
+    EXPECT_EQ(verdict.message.starts_with("the gradient of v belongs to other weights than the output: dv·v = "), factor != 1.0) << verdict.message;
   }
 }
 

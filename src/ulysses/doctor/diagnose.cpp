@@ -88,15 +88,18 @@ struct Reduced {
   std::vector<std::string_view> rights;
 };
 
-// The simplest case that is still wrong in numbers, and what makes it right.
-Reduced reduce(Examiner& examiner, const Case& c) {
+// The simplest case that is still wrong in the same way (its output, or its gradients alone), and what makes it right.
+Reduced reduce(Examiner& examiner, const Case& c, bool is_forward) {
   Reduced reduced{c, {}};
   for (const Simplification& step : kSimplifications) {
     Case simpler = reduced.c;
     if (!step.apply(simpler)) continue;
-    const VerdictKind kind = examiner.check(simpler).kind;
-    if (kind == VerdictKind::kWrong) reduced.c = simpler;
-    if (kind == VerdictKind::kOk && !step.right.empty()) reduced.rights.push_back(step.right);
+    const Verdict verdict = examiner.check(simpler);
+    if (verdict.kind == VerdictKind::kWrong && verdict.is_forward == is_forward) {
+      reduced.c = simpler;
+    } else if (verdict.kind == VerdictKind::kOk && !step.right.empty()) {
+      reduced.rights.push_back(step.right);
+    }
   }
   return reduced;
 }
@@ -199,7 +202,7 @@ Finding diagnose(Examiner& examiner, const Case& c, const Verdict& verdict) {
     return {std::string(to_string(verdict.kind)), cat(c.feature, " on ", c.cp_size, " ranks: ", verdict.message), {}};
   const Observation seen = examiner.observe(make_question(c));
   if (!seen.complete()) return {kind_of_form(seen), seen.failure.message, {}};
-  const Reduced reduced = reduce(examiner, c);
+  const Reduced reduced = reduce(examiner, c, verdict.is_forward);
   Finding finding = explain(examiner, reduced.c);
   if (!reduced.rights.empty()) finding.sentence += cat(" (", base::join(reduced.rights, "; "), ")");
   return finding;

@@ -160,10 +160,10 @@ class Examination {
 
   // Refusals are clean one by one; a target that refuses even the plain call has proved nothing.
   void accuse_if_nothing_is_served() {
-    const auto is_ok = [](const CaseResult& result) { return result.verdict.kind == VerdictKind::kOk; };
-    if (std::any_of(report_.cases.begin(), report_.cases.end(), is_ok)) return;
+    const auto is_refused = [](const CaseResult& result) { return result.verdict.kind == VerdictKind::kRefused; };
+    if (!std::all_of(report_.cases.begin(), report_.cases.end(), is_refused)) return;
     for (const CaseResult& result : report_.cases)
-      if (result.c.feature == kPlain && result.verdict.kind == VerdictKind::kRefused) {
+      if (result.c.feature == kPlain) {
         add({"nothing_served", base::cat("not even the plain call is served: ", result.verdict.message), {}},
             result.c.id());
         return;
