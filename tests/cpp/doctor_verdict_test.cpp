@@ -32,7 +32,7 @@ Answers right_answers(const Question& question) {
   Answers answers;
   for (int64_t rank = 0; rank < c.cp_size; ++rank) {
     const auto shard = [&](const at::Tensor& x) {
-      return query_shard(c, x, rank).to(question.q.scalar_type()).clone();
+      return query_shard(c, x, rank, /*padding=*/0).to(question.q.scalar_type()).clone();
     };
     RankAnswer answer;
     answer.out = shard(wanted.out);

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mutants.parts import Steps, attention_of
 from ulysses_attention import SequenceLayout, check_attention, run_ranks
+from ulysses_attention.doctor import run
 from ulysses_attention.doctor.run import examine
 
 Attention = Callable[..., Any]
@@ -76,8 +77,8 @@ def _with_dropout(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Atte
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (lambda out, p: out, "dropout", "dropout_p=0.5 has no effect: the output is that of no dropout"),
-        (lambda out, p: out * 0, "dropout", "dropout_p=0.5 has no effect: the output is zero"),
+        (lambda out, p: out, "dropout", "dropout_p=0.5: the output is that of no dropout"),
+        (lambda out, p: out * 0, "dropout", "dropout_p=0.5: the output is zero"),
         (lambda out, p: out * float("nan"), "dropout", "the output is not finite"),
         (lambda out, p: _Scale.apply(torch.dropout(out, p, True), 2.0), "dropout_backward", "dv·v = "),
     ],
@@ -172,3 +173,87 @@ def test_a_double_weight_is_a_number_and_not_a_word() -> None:
 
     report = run_ranks(lambda rank, group: check_attention(lambda q, k, v: attend(q, k, v, group), group).diagnosis, 2)
     assert report[0].startswith("key 3 weighs 1.45 times as much as the others in query 0")
+
+
+class _Hook(torch.autograd.Function):
+    """The identity, whose backward does something to the gradient that it is handed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.change(grad), None
+
+
+def _with(
+    change_out: Callable[..., torch.Tensor] = lambda out, q, layout: out,
+    change_q: Callable[[torch.Tensor], torch.Tensor] = lambda q: q,
+) -> Attention:
+    """Right attention but for a change of its output, or of its query."""
+
+    def attend(
+        q: Any, k: Any, v: Any, group: Any, *, is_causal: bool = False, layout: Any = None, kv_layout: Any = None
+    ) -> torch.Tensor:
+        out = RIGHT(change_q(q), k, v, group, is_causal=is_causal, layout=layout, kv_layout=kv_layout)
+        return change_out(out, q, layout)
+
+    return attend
+
+
+SUBTLE = {
+    "writes to the gradient": (_with(lambda out, q, layout: _Hook.apply(out, lambda g: g.mul_(2))), "form"),
+    "right only for 16 columns": (_with(change_q=lambda q: q * (q.size(3) ** 0.5 / 4)), "scale"),
+    "right only with gradients": (
+        _with(lambda out, q, layout: out if out.requires_grad else out * 1.01),
+        "other_weights",
+    ),
+    "reads ones for a gradient of .sum()": (
+        _with(lambda out, q, layout: _Hook.apply(out, lambda g: g * 2 if 0 in g.stride() else g)),
+        "other_backward",
+    ),
+    "right for two sequences": (_with(lambda out, q, layout: out.flip(0) if out.size(0) > 2 else out), "batch_mixed"),
+    "right for 64 tokens": (_with(lambda out, q, layout: out.flip(1) if out.size(1) > 32 else out), "token_order"),
+}
+
+
+@pytest.mark.parametrize("name", SUBTLE)
+def test_what_is_right_in_the_usual_case_only_is_found(name: str) -> None:
+    target, kind = SUBTLE[name]
+    report = examine(target, worlds=(2,))
+    assert report["exit_status"] == 1
+    assert kind in _sentences(report), _sentences(report)
+
+
+def test_what_padding_rows_hold_shows_and_their_gradients_are_looked_at() -> None:
+    def reads_padding(out: torch.Tensor, q: torch.Tensor, layout: Any) -> torch.Tensor:
+        return out + 1e-3 * (q.sum(1, keepdim=True) - q[:, :5].sum(1, keepdim=True))
+
+    def writes_gradient(out: torch.Tensor, q: torch.Tensor, layout: Any) -> torch.Tensor:
+        return out + (q.sum(1, keepdim=True) - q.sum(1, keepdim=True).detach())
+
+    for change, verdict in ((reads_padding, "wrong"), (writes_gradient, "wrong"), (lambda out, q, layout: out, "ok")):
+        report = examine(_with(change), worlds=(2,), cases="padded_shards/*/float32/S13-H4-B2")
+        assert [case["verdict"] for case in report["cases"]] == [verdict]
+
+
+def test_a_target_that_stops_answering_is_not_asked_for_ever() -> None:
+    asked: list[int] = []
+
+    def silent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -> torch.Tensor:
+        if group.rank() == 0:
+            asked.append(1)
+            group.barrier().wait()  # the other rank never comes
+        return torch.zeros_like(q)
+
+    real = run.ranks_of
+    try:
+        run.ranks_of = lambda target, transport: run._C.ThreadRanks(run.as_target(target), hang_limit_s=0.3)
+        report = examine(silent, worlds=(2,), quick=True, probes=False)
+    finally:
+        run.ranks_of = real
+    assert len(asked) <= 8
+    assert report["summary"]["hung"] > 5
+    assert report["cases"][-12]["verdict"] in ("hung", "refused")

@@ -44,7 +44,13 @@ def attention(
     if heads % world != 0 or kv_heads % world != 0:
         raise ValueError(f"{heads} heads and {kv_heads} KV heads must both be multiples of the {world} ranks")
     rows = rows_of_every_rank(group, q.size(1))[0] if layout is None else list(layout.lengths)
-    if len(set(rows)) > 1 or (layout is not None and layout.padded_lengths != layout.lengths):
+    if layout is None:
+        rows += rows_of_every_rank(group, k.size(1))[0]
+    if (
+        len(set(rows[:world])) > 1
+        or len(set(rows[world:])) > 1
+        or (layout is not None and layout.padded_lengths != layout.lengths)
+    ):
         raise ValueError(f"shards of {rows} tokens: all {world} ranks must hold equally many, and no padding")
     q, k, v = (_tokens_to_heads(x, group).transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(

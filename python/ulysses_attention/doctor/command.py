@@ -151,6 +151,8 @@ def doctor(arguments: Sequence[str]) -> int:
         if options.faults:
             _refuse_beside_faults(options)
             return _faults(options)
+        if options.target == "":
+            raise ValueError("the target is an empty text. Fix: a target, or none for every registered backend")
         targets = [options.target] if options.target else list(backends())
         for file in filter(None, (options.json, options.html)):
             _refuse_unwritable(file)

@@ -100,7 +100,10 @@ def _through_function(function: Callable[..., Any]) -> Target:
         keywords = keywords_of(call)
         if case.lengths == case.padded_lengths and not takes_all:
             # Shapes say everything that these layouts say: a function may do without.
-            keywords = {n: x for n, x in keywords.items() if n not in ("layout", "kv_layout") or n in parameters}
+            without = {"layout"} - set(parameters)
+            if without and "kv_layout" not in parameters:
+                without = {"layout", "kv_layout"}
+            keywords = {n: x for n, x in keywords.items() if n not in without}
         missing = [n for n in keywords if n not in parameters and not takes_all]
         if missing:
             raise NotImplementedError(f"{name}() has no argument {', '.join(missing)}")
@@ -186,6 +189,17 @@ def _find(name: str) -> Any:
     return found
 
 
+def _refuse_arguments(backend: type) -> None:
+    """Errors: TargetError for a class that cannot be made without arguments."""
+    try:
+        backend()
+    except TypeError as error:
+        raise TargetError(
+            f"{backend.__name__}() cannot be made: {error}. Fix: an __init__ that needs no argument and calls "
+            f"super().__init__(), or a function"
+        ) from error
+
+
 def as_target(target: str | Callable[..., Any]) -> Target:
     """The function that a rank calls. A peer is set up here, in the process of its rank; a class is registered as long
     as the function lives.
@@ -216,6 +230,7 @@ def as_target(target: str | Callable[..., Any]) -> Target:
                 f"Fix: class {found.__name__}(UlyssesAttentionProcessor), or pass a function. [CP051]"
             )
         name = f"examined {found.__qualname__} {next(_numbers)}"
+        _refuse_arguments(found)
         register_backend(name, found)
         attend = _through_operation(name)
         weakref.finalize(attend, unregister_backend, name).atexit = False

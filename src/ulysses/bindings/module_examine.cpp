@@ -75,16 +75,26 @@ at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) { return tensor
 
 py::tuple pack(const Question& q) {
   return py::make_tuple(fields_of(q.c),
-                        optional_tensors(q.q, q.k, q.v, q.grad_out, q.mask, q.text_q, q.text_k, q.text_v),
-                        q.count_bytes, q.odd_rank);
+                        optional_tensors(q.q, q.k, q.v, q.grad_out, q.mask, q.text_q, q.text_k, q.text_v), q.padding,
+                        q.count_bytes, q.hold_result, q.odd_rank);
 }
 
 Question unpack_question(const py::tuple& packed) {
   const auto x = py::cast<Tensors>(packed[1]);
   const auto at = [&](size_t i) { return or_undefined(x[i]); };
-  return {
-      case_of(packed[0]),          at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), py::cast<bool>(packed[2]),
-      py::cast<int64_t>(packed[3])};
+  return {case_of(packed[0]),
+          at(0),
+          at(1),
+          at(2),
+          at(3),
+          at(4),
+          at(5),
+          at(6),
+          at(7),
+          py::cast<double>(packed[2]),
+          py::cast<bool>(packed[3]),
+          py::cast<bool>(packed[4]),
+          py::cast<int64_t>(packed[5])};
 }
 
 py::tuple pack_answer(const RankAnswer& a) {
@@ -144,6 +154,18 @@ class PyRanks : public doctor::Ranks {
   std::vector<RankAnswer> ask(const Question& question) override {
     const py::gil_scoped_acquire gil;
     PYBIND11_OVERRIDE_PURE(std::vector<RankAnswer>, doctor::Ranks, ask, question);
+  }
+};
+
+// Looks for Ctrl-C after each question: the interpreter's own look waits until the core returns.
+class InterruptibleRanks final : public doctor::ThreadRanks {
+ public:
+  using ThreadRanks::ThreadRanks;
+  std::vector<RankAnswer> ask(const Question& question) override {
+    std::vector<RankAnswer> answers = ThreadRanks::ask(question);
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    return answers;
   }
 };
 
@@ -289,13 +311,13 @@ void bind_data(py::module_& module) {
 
 void bind_ranks(py::module_& module) {
   py::class_<doctor::Ranks, PyRanks>(module, "DoctorRanks").def(py::init<>());
-  py::class_<doctor::ThreadRanks, doctor::Ranks>(module, "ThreadRanks")
+  py::class_<InterruptibleRanks, doctor::Ranks>(module, "ThreadRanks")
       .def(py::init([](const py::function& function, double hang_limit_s) {
-             return doctor::ThreadRanks(python_target(function),
-                                        std::chrono::milliseconds(static_cast<int64_t>(hang_limit_s * 1000)));
+             return new InterruptibleRanks(python_target(function),
+                                           std::chrono::milliseconds(static_cast<int64_t>(hang_limit_s * 1000)));
            }),
            py::arg("function"), py::arg("hang_limit_s") = 5.0)
-      .def_property_readonly("stuck_threads", &doctor::ThreadRanks::stuck_threads);
+      .def_property_readonly("stuck_threads", &InterruptibleRanks::stuck_threads);
   py::class_<doctor::GroupRanks, doctor::Ranks>(module, "GroupRanks")
       .def(py::init([](const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& answers) {

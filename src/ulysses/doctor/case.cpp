@@ -36,12 +36,15 @@ std::string Case::id() const {
   std::string shape = cat("S", seq_len(), "-H", num_heads);
   if (num_kv_heads != num_heads) shape += cat(":", num_kv_heads);
   if (kv_lengths != lengths) shape += cat("-Skv", kv_seq_len());
+  if (head_dim != 16) shape += cat("-D", head_dim);
   if (value_head_dim != head_dim) shape += cat("-Dv", value_head_dim);
   shape += cat("-B", batch);
   if (is_causal) shape += bottom_right ? "-bottom_right" : "-causal";
   if (return_lse) shape += "-lse";
   if (strided) shape += "-strided";
   if (!backward) shape += "-forward";
+  if (grad_of != "qkv") shape += "-grad_" + grad_of;
+  if (sum_loss) shape += "-sum";
   if (magnitude != 1) shape += cat("-x", magnitude);
   return cat(feature, "/", strategy.empty() ? "" : strategy + "/", "W", cp_size, "/", dtype, "/", shape);
 }
@@ -60,7 +63,10 @@ std::string problem_of(const Case& c) {
   const auto ranks = static_cast<size_t>(c.cp_size);
   if (c.cp_size < 1 || c.lengths.size() != ranks || c.padded_lengths.size() != ranks || c.kv_lengths.size() != ranks)
     return cat("lengths, padded_lengths and kv_lengths must have cp_size=", c.cp_size, " entries");
+  constexpr int64_t kMaxTokens = 1 << 20;
   for (size_t rank = 0; rank < ranks; ++rank) {
+    if (std::max({c.lengths[rank], c.padded_lengths[rank], c.kv_lengths[rank]}) > kMaxTokens)
+      return cat("rank ", rank, " has more than ", kMaxTokens, " tokens: the doctor's cases are small");
     if (c.lengths[rank] < 0 || c.kv_lengths[rank] < 0 || c.padded_lengths[rank] < c.lengths[rank])
       return cat("the lengths of rank ", rank, " are negative, or longer than its padded length");
   }

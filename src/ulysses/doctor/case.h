@@ -26,12 +26,14 @@ struct Case {
   double softmax_scale = 0;  // 0: not given, 1 / sqrt(D)
   bool return_lse = false;
   bool backward = true;
-  bool strided = false;       // the shards are views of [B, H, S, D] storage
-  double magnitude = 1;       // q is this many times larger: scores far from 0
-  int64_t masked_keys = 0;    // key padding mask: the last tokens of every other sequence of the batch are hidden
-  int64_t window = 0;         // a query sees this many keys to its left; 0: all
-  int64_t text_len = 0;       // joint tokens in front, equal on every rank
-  int64_t num_documents = 1;  // packed sequences of equal length
+  std::string grad_of = "qkv";  // which inputs require a gradient
+  bool sum_loss = false;        // the gradient of .sum(): ones, all of them one number in memory
+  bool strided = false;         // the shards are views of [B, H, S, D] storage
+  double magnitude = 1;         // q is this many times larger: scores far from 0
+  int64_t masked_keys = 0;      // key padding mask: the last tokens of every other sequence of the batch are hidden
+  int64_t window = 0;           // a query sees this many keys to its left; 0: all
+  int64_t text_len = 0;         // joint tokens in front, equal on every rank
+  int64_t num_documents = 1;    // packed sequences of equal length
   double dropout_p = 0;
   bool replicated_kv = false;
   std::string qkv_format = "bshd";
@@ -71,6 +73,8 @@ void for_each_field(AnyCase& c, Visit&& visit) {
   visit("softmax_scale", c.softmax_scale);
   visit("return_lse", c.return_lse);
   visit("backward", c.backward);
+  visit("grad_of", c.grad_of);
+  visit("sum_loss", c.sum_loss);
   visit("strided", c.strided);
   visit("magnitude", c.magnitude);
   visit("masked_keys", c.masked_keys);

@@ -45,7 +45,23 @@ constexpr std::array kShapes = std::to_array<Shape>({
        }},
       {Feature::kEqualShards, [](Case& c) { c.strided = true; }},
       {Feature::kEqualShards, [](Case& c) { c.magnitude = 100; }},
+      {Feature::kEqualShards, [](Case& c) { c.backward = false; }},
+      {Feature::kEqualShards, [](Case& c) { c.sum_loss = true; }},
+      {Feature::kEqualShards, [](Case& c) { c.grad_of = "v"; }},
+      {Feature::kEqualShards,
+       [](Case& c) {
+         c.batch = 3;
+         c.head_dim = c.value_head_dim = 24;
+       }},
+      {Feature::kEqualShards, [](Case& c) { set_shards(c, 40); }},  // more than one block of any kernel
       {Feature::kUnevenShards, [](Case& c) { set_uneven(c); }},
+      {Feature::kUnevenShards,
+       [](Case& c) {
+         set_uneven(c);
+         c.batch = 1;
+         c.is_causal = true;
+         set_heads(c, 4 * c.cp_size, 2 * c.cp_size);
+       }},
       {Feature::kUnevenShards,
        [](Case& c) {
          set_uneven(c);
@@ -60,7 +76,19 @@ constexpr std::array kShapes = std::to_array<Shape>({
          lengths[0] = 5;
          set_shards(c, lengths);
        }},
+      {Feature::kEmptyShards,
+       [](Case& c) {
+         std::vector<int64_t> lengths(static_cast<size_t>(c.cp_size), 4);
+         lengths[0] = 0;
+         set_shards(c, lengths);
+         c.is_causal = true;
+       }},
       {Feature::kPaddedShards, [](Case& c) { set_padded(c, 8 * c.cp_size - 3); }},
+      {Feature::kPaddedShards,
+       [](Case& c) {
+         set_padded(c, 8 * c.cp_size - 1);
+         set_heads(c, 6, 3);
+       }},
       {Feature::kPaddedShards,
        [](Case& c) {
          set_padded(c, 8 * c.cp_size - 5);
@@ -76,6 +104,11 @@ constexpr std::array kShapes = std::to_array<Shape>({
       {Feature::kGroupedKv, [](Case& c) { set_heads(c, 4 * c.cp_size, 2 * c.cp_size); }},
       {Feature::kGroupedKv, [](Case& c) { set_heads(c, 6, 3); }},  // 2 and 4 ranks tear groups of two
       {Feature::kGroupedKv, [](Case& c) { set_heads(c, 12, 3); }},
+      {Feature::kGroupedKv,
+       [](Case& c) {
+         set_heads(c, 4 * c.cp_size, 2 * c.cp_size);
+         c.backward = false;
+       }},
       {Feature::kFewerKvHeadsThanRanks, [](Case& c) { set_heads(c, 2 * c.cp_size, 1); }},
       {Feature::kFewerKvHeadsThanRanks, [](Case& c) { set_heads(c, 3 * (c.cp_size - 1), c.cp_size - 1); }},
       {Feature::kFewerHeadsThanRanks, [](Case& c) { set_heads(c, c.cp_size - 1, c.cp_size - 1); }},
@@ -86,13 +119,33 @@ constexpr std::array kShapes = std::to_array<Shape>({
          set_heads(c, 8, 2);
          set_uneven(c);
        }},
+      {Feature::kIsCausal, [](Case& c) { c.is_causal = c.strided = true; }},
+      {Feature::kIsCausal,
+       [](Case& c) {
+         c.is_causal = true;
+         c.magnitude = 100;
+       }},
       {Feature::kBottomRightCausal,
        [](Case& c) {
          c.is_causal = c.bottom_right = true;
          c.kv_lengths = std::vector<int64_t>(static_cast<size_t>(c.cp_size), 11);
        }},
       {Feature::kSoftmaxScale, [](Case& c) { c.softmax_scale = 0.3; }},
+      {Feature::kSoftmaxScale,
+       [](Case& c) {
+         c.softmax_scale = 0.7;
+         c.is_causal = true;
+         set_heads(c, 4 * c.cp_size, 2 * c.cp_size);
+       }},
       {Feature::kReturnLse, [](Case& c) { c.return_lse = true; }},
+      {Feature::kReturnLse,
+       [](Case& c) {
+         c.return_lse = true;
+         c.backward = false;
+         c.softmax_scale = 0.7;
+         set_heads(c, 6, 3);
+         c.kv_lengths.assign(static_cast<size_t>(c.cp_size), 11);
+       }},
       {Feature::kReturnLse,
        [](Case& c) {
          c.return_lse = c.is_causal = true;
@@ -109,7 +162,13 @@ constexpr std::array kShapes = std::to_array<Shape>({
          c.is_causal = true;
          c.kv_lengths = std::vector<int64_t>(static_cast<size_t>(c.cp_size), 11);
        }},
+      {Feature::kCrossLengths,
+       [](Case& c) {
+         c.kv_lengths.assign(static_cast<size_t>(c.cp_size), 9);
+         c.kv_lengths[0] = 0;
+       }},
       {Feature::kValueHeadDim, [](Case& c) { c.value_head_dim = 8; }},
+      {Feature::kValueHeadDim, [](Case& c) { c.value_head_dim = 24; }},
       {Feature::kWindow, [](Case& c) { c.window = 3; }},
       {Feature::kAttnMask, [](Case& c) { c.masked_keys = 5; }},
       {Feature::kReplicatedKv,

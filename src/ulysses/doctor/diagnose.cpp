@@ -29,6 +29,12 @@ bool make_equal_shards(Case& c) {
   return true;
 }
 
+bool make_equal_lengths(Case& c) {
+  if (c.kv_lengths == c.lengths || !std::equal(c.lengths.begin() + 1, c.lengths.end(), c.lengths.begin())) return false;
+  c.kv_lengths = c.lengths;
+  return true;
+}
+
 template <auto Member, auto Value>
 bool set(Case& c) {
   if (c.*Member == Value) return false;
@@ -38,7 +44,15 @@ bool set(Case& c) {
 
 constexpr std::array kSimplifications = std::to_array<Simplification>({
     {set<&Case::strided, false>, "contiguous inputs are right"},
+    {set<&Case::sum_loss, false>, "a gradient that is not one number in memory is right"},
+    {[](Case& c) {
+       const bool was = c.grad_of != "qkv";
+       c.grad_of = "qkv";
+       return was;
+     },
+     "gradients of all of q, k and v are right"},
     {set<&Case::batch, 1>, "one sequence alone is right"},
+    {make_equal_lengths, "q and k/v of one length are right"},
     {make_equal_shards, "equal shards are right"},
     {[](Case& c) {
        if (c.num_kv_heads == c.num_heads && c.num_heads % c.cp_size == 0) return false;
@@ -200,8 +214,13 @@ Diagnosis explain_state(Examiner& examiner, const Case& c) {
 Finding diagnose(Examiner& examiner, const Case& c, const Verdict& verdict) {
   if (verdict.kind != VerdictKind::kWrong)
     return {std::string(to_string(verdict.kind)), cat(c.feature, " on ", c.cp_size, " ranks: ", verdict.message), {}};
-  const Observation seen = examiner.observe(make_question(c));
+  const Question question = make_question(c);
+  const Observation seen = examiner.observe(question);
+  const Verdict again = judge(question, seen);
+  if (again.kind == VerdictKind::kOk)
+    return {"state", cat("not the same from call to call: wrong once, right when asked again: ", verdict.message), {}};
   if (!seen.complete()) return {kind_of_form(seen), seen.failure.message, {}};
+  if (again.kind == VerdictKind::kWrong && again.tensor.empty()) return {"form", again.message, {}};
   const Reduced reduced = reduce(examiner, c, verdict.is_forward);
   Finding finding = explain(examiner, reduced.c);
   if (!reduced.rights.empty()) finding.sentence += cat(" (", base::join(reduced.rights, "; "), ")");

@@ -44,6 +44,14 @@ bool is_of_backward(const Finding& finding) {
          finding.kind == "dropout_backward";
 }
 
+// Rows of a feature that may be wrong for a reason of their own; the plain case's is the name of its feature.
+std::string variant_of(const Case& c) {
+  if (c == plain_case(c.cp_size, c.strategy)) return kPlain;
+  return base::cat(c.feature, "-", c.dtype, c.strided ? "-strided" : "", c.magnitude != 1 ? "-large" : "",
+                   c.backward ? "" : "-forward", c.is_causal ? "-causal" : "", "-D", c.head_dim, "-", c.grad_of,
+                   c.sum_loss ? "-sum" : "");
+}
+
 // Findings of one signature are one finding: of one kind and, where the sentence is a message, of one message, numbers
 // aside.
 std::string signature(const Finding& finding) {
@@ -53,7 +61,13 @@ std::string signature(const Finding& finding) {
   const size_t colon = finding.sentence.find(": ");  // behind "uneven_heads on 2 ranks" or "rank 1"
   std::string text = finding.kind + (colon == std::string::npos ? finding.sentence : finding.sentence.substr(colon));
   std::erase_if(text, [](unsigned char letter) { return std::isdigit(letter) != 0; });
-  return text;
+  constexpr size_t kTelling = 80;  // behind it a message goes on about every rank
+  return text.substr(0, kTelling);
+}
+
+Case forward_of(Case c) {
+  c.backward = false;
+  return c;
 }
 
 // A case, and its forward alone where backward is refused: that must not hide a forward that is wrong.
@@ -61,8 +75,7 @@ std::vector<CaseResult> ask_both(Examiner& examiner, const Case& c) {
   std::vector<CaseResult> results = {{c, examiner.check(c), kNoFinding}};
   const VerdictKind kind = results[0].verdict.kind;
   if (!c.backward || (kind != VerdictKind::kRefused && kind != VerdictKind::kUnclearMessage)) return results;
-  Case forward = c;
-  forward.backward = false;
+  const Case forward = forward_of(c);
   const Verdict alone = examiner.check(forward);
   if (alone.kind == VerdictKind::kOk || alone.kind == VerdictKind::kWrong)
     results.push_back({forward, alone, kNoFinding});
@@ -79,7 +92,8 @@ class Examination {
     int64_t done = 0;
     for (const Case& c : cases) {
       ++done;
-      for (CaseResult& result : ask_both(examiner_, c)) {
+      for (CaseResult& result : hangs(c) ? not_asked(c) : ask_both(examiner_, c)) {
+        if (result.verdict.kind == VerdictKind::kHung) ++hung_[{c.strategy, c.cp_size}];
         result.finding = finding_of(result);
         report_.cases.push_back(result);
         if (options_.on_case) options_.on_case(result, done, std::ssize(cases));
@@ -90,6 +104,19 @@ class Examination {
   }
 
  private:
+  // Each hang costs seconds: after three of a strategy and number of ranks the rest would say the same.
+  bool hangs(const Case& c) {
+    constexpr int64_t kEnough = 3;
+    return hung_[{c.strategy, c.cp_size}] >= kEnough;
+  }
+
+  static std::vector<CaseResult> not_asked(const Case& c) {
+    Verdict verdict;
+    verdict.kind = VerdictKind::kHung;
+    verdict.message = "not asked: three cases before it gave no answer";
+    return {{c, verdict, kNoFinding}};
+  }
+
   int64_t add(Finding finding, const std::string& case_id) {
     auto& findings = report_.findings;
     auto found = std::find_if(findings.begin(), findings.end(),
@@ -107,7 +134,7 @@ class Examination {
     if (kind != VerdictKind::kWrong) return add(diagnose(examiner_, c, result.verdict), id);
     // What makes the plain case wrong makes the others wrong; else one diagnosis for each feature.
     const Side side = side_of(result.verdict);
-    const Key own = {c.strategy, c.cp_size, c.feature, side};
+    const Key own = {c.strategy, c.cp_size, variant_of(c), side};
     for (const Key& key : {Key{c.strategy, c.cp_size, kPlain, side}, own})
       if (const auto known = diagnosed_.find(key); known != diagnosed_.end()) {
         report_.findings[static_cast<size_t>(known->second)].cases.push_back(id);
@@ -133,6 +160,7 @@ class Examination {
     for (const int64_t cp_size : options_.selection.worlds) {
       for (const std::string& strategy : strategies_of(options_.selection)) {
         const Case plain = plain_case(cp_size, strategy);
+        if (examiner_.check(forward_of(plain)).kind == VerdictKind::kHung) continue;  // no probe would say more
         int64_t cause = kNoFinding;  // what is wrong with the plain case explains what probes of it find
         for (const Probe& probe : all_probes()) {
           ProbeResult result{std::string(probe.name), strategy, cp_size, ProbeVerdict::kOk, "", kNoFinding};
@@ -184,6 +212,7 @@ class Examination {
   Report report_;
   using Key = std::tuple<std::string, int64_t, std::string, Side>;  // strategy, cp_size, feature, what is wrong
   std::map<Key, int64_t> diagnosed_;
+  std::map<std::pair<std::string, int64_t>, int64_t> hung_;  // cases that gave no answer
 };
 
 }  // namespace

@@ -136,7 +136,7 @@ Diagnosis of_contributions(const Case& c, const Contributions& found) {
   // Those of one factor share a sentence.
   std::vector<std::pair<double, std::vector<std::string>>> groups;
   for (const auto& [name, value] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
-    if (!std::isfinite(value) || std::abs(value - 1) < 1e-2) continue;
+    if (!std::isfinite(value) || std::abs(value - 1) < 1e-2 || c.grad_of.find(name) == std::string::npos) continue;
     const auto same = [value = value](const auto& group) { return std::abs(group.first - value) < 1e-2; };
     auto group = std::find_if(groups.begin(), groups.end(), same);
     if (group == groups.end()) group = groups.insert(groups.end(), {value, {}});

@@ -101,8 +101,8 @@ Diagnosis explain_values(Examiner& examiner, const Case& c) {
   if (const double scale = fitted_scale(question, seen.out, close); scale != 0) return scale_finding(c, scale);
   if (error < 3e-2 * std::max(1.0, largest(wanted)))
     return Finding{"precision",
-                   cat("the values are off by ", error, ", as far as 16-bit arithmetic goes: the call gets ", c.dtype,
-                       " and must compute in it"),
+                   cat("the values are off by ", error, ", about as far as 16-bit arithmetic goes: the call gets ",
+                       c.dtype, " and must compute in it, and add nothing to the scores"),
                    {}};
   return std::nullopt;
 }

@@ -212,9 +212,15 @@ Diagnosis probe_state(Examiner& examiner, const Case& plain, ProbeResult& result
   Case c = forward_only(plain);
   set_shards(c, 9);
   c.batch = 3;
-  const Diagnosis found = explain_state(examiner, c);
-  if (!found) observe(examiner, make_question(c), result);
-  return found;
+  if (Diagnosis found = explain_state(examiner, c)) return found;
+  Question question = make_question(c);
+  question.hold_result = true;
+  const Observation seen = examiner.observe(question);
+  for (const RankAnswer& answer : seen.answers)
+    if (answer.violation.find("result of the call before") != std::string::npos)
+      return Finding{"state", answer.violation, {}};
+  observe(examiner, make_question(c), result);
+  return std::nullopt;
 }
 
 Diagnosis probe_desync(Examiner& examiner, const Case& plain, ProbeResult& result) {

@@ -12,8 +12,8 @@
 namespace ulysses::doctor {
 namespace {
 
-at::Tensor padded_rows(const at::Tensor& rows, int64_t padding) {
-  return padding == 0 ? rows : at::constant_pad_nd(rows, {0, 0, 0, 0, 0, padding});
+at::Tensor padded_rows(const at::Tensor& rows, int64_t padding, double value) {
+  return padding == 0 ? rows : at::constant_pad_nd(rows, {0, 0, 0, 0, 0, padding}, value);
 }
 
 }  // namespace
@@ -41,6 +41,7 @@ Question make_question(const Case& c, uint64_t seed) {
   question.k = draw(c.kv_seq_len(), c.num_kv_heads, c.head_dim);
   question.v = draw(c.kv_seq_len(), c.num_kv_heads, c.value_head_dim);
   question.grad_out = draw(c.seq_len(), c.num_heads, c.value_head_dim);
+  if (c.sum_loss) question.grad_out = at::ones({}, dtype).expand(question.grad_out.sizes());
   if (c.text_len > 0) {
     question.text_q = draw(c.text_len, c.num_heads, c.head_dim);
     question.text_k = draw(c.text_len, c.num_kv_heads, c.head_dim);
@@ -57,22 +58,23 @@ Question uniform_question(const Case& c, const at::Tensor& v) {
   const at::ScalarType dtype = scalar_type_of(c.dtype);
   Question question = make_question(c);
   question.c.backward = false;
+  question.padding = 0;  // keys and values like any other: what takes weight is seen in the sum
   question.q = at::zeros_like(question.q);
   question.k = at::zeros_like(question.k);
   question.v = v.to(dtype);
   return question;
 }
 
-at::Tensor query_shard(const Case& c, const at::Tensor& x, int64_t rank) {
+at::Tensor query_shard(const Case& c, const at::Tensor& x, int64_t rank, double padding) {
   const auto r = static_cast<size_t>(rank);
-  return padded_rows(x.narrow(1, c.token_begin(rank), c.lengths[r]), c.padded_lengths[r] - c.lengths[r]);
+  return padded_rows(x.narrow(1, c.token_begin(rank), c.lengths[r]), c.padded_lengths[r] - c.lengths[r], padding);
 }
 
-at::Tensor kv_shard(const Case& c, const at::Tensor& x, int64_t rank) {
+at::Tensor kv_shard(const Case& c, const at::Tensor& x, int64_t rank, double padding) {
   if (c.replicated_kv) return x;
   const auto r = static_cast<size_t>(rank);
-  const int64_t padding = c.kv_lengths == c.lengths ? c.padded_lengths[r] - c.lengths[r] : 0;
-  return padded_rows(x.narrow(1, c.kv_token_begin(rank), c.kv_lengths[r]), padding);
+  const int64_t rows = c.kv_lengths == c.lengths ? c.padded_lengths[r] - c.lengths[r] : 0;
+  return padded_rows(x.narrow(1, c.kv_token_begin(rank), c.kv_lengths[r]), rows, padding);
 }
 
 }  // namespace ulysses::doctor

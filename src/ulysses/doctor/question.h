@@ -15,7 +15,9 @@ struct Question {
   Case c;
   at::Tensor q, k, v, grad_out;
   at::Tensor mask, text_q, text_k, text_v;
+  double padding = 7;        // what q, k and v hold in rows that nobody may read: a number that would show
   bool count_bytes = false;  // hand over a group that records what passes
+  bool hold_result = false;  // look whether another call changes the result of this one
   int64_t odd_rank = -1;     // this rank is called with the other is_causal: ranks that disagree
 };
 
@@ -27,8 +29,9 @@ Question uniform_question(const Case& c, const at::Tensor& v);
 
 at::ScalarType scalar_type_of(const std::string& dtype);
 
-// The rows of one rank, zero rows behind them where the case pads; q, grad_out and k, v in their own lengths.
-at::Tensor query_shard(const Case& c, const at::Tensor& x, int64_t rank);
-at::Tensor kv_shard(const Case& c, const at::Tensor& x, int64_t rank);
+// The rows of one rank, and where the case pads rows of `padding` behind them; q and grad_out, k and v in their own
+// lengths.
+at::Tensor query_shard(const Case& c, const at::Tensor& x, int64_t rank, double padding);
+at::Tensor kv_shard(const Case& c, const at::Tensor& x, int64_t rank, double padding);
 
 }  // namespace ulysses::doctor

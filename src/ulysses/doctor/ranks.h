@@ -18,7 +18,7 @@ class Ranks {
 };
 
 // Ranks as threads of this process, a new world a question. A rank that fails releases those that wait for it.
-class ThreadRanks final : public Ranks {
+class ThreadRanks : public Ranks {
  public:
   // Units: hang_limit, how long a rank may take; a thread that is stuck longer is left behind.
   explicit ThreadRanks(Target target, std::chrono::milliseconds hang_limit = std::chrono::seconds(5));

@@ -294,6 +294,10 @@ Diagnosis explain_weights(const Case& c, const Weights& weights) {
   if (const std::string missing = missing_text(table); !missing.empty()) return Finding{"missing_keys", missing, {}};
   const std::string seen = seen_text(table);
   if (!seen.empty()) return Finding{"leaked_keys", cat("keys leak: ", seen), {}};
+  double sum = 0;
+  for (int64_t key = 0; key < c.kv_seq_len(); ++key) sum += table.measured(0, key);
+  if (table.differs(sum, 1))
+    return Finding{"other_weights", cat("the weights of query 0 add up to ", sum, ", not to 1"), {}};
   return Finding{"other_weights", "keys do not weigh alike although all queries and keys are zero", {}};
 }
 

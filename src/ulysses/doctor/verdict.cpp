@@ -94,6 +94,14 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
   return verdict;
 }
 
+// Rows behind the real ones of a rank that are not zero, as those of out and of every gradient must be.
+std::string padding_problem(const Case& c, std::string_view name, const at::Tensor& x, int64_t rank) {
+  const int64_t real = c.lengths[static_cast<size_t>(rank)], rows = c.padded_lengths[static_cast<size_t>(rank)];
+  if (!x.defined() || x.dim() != 4 || x.size(1) != rows || rows == real) return "";
+  const double largest = x.narrow(1, real, rows - real).to(at::kDouble).abs().max().item<double>();
+  return largest == 0 ? "" : cat("the padding rows of ", name, " are not zero");
+}
+
 // What keeps the tensors of one rank from being compared, or is wrong whatever their values are.
 std::string form_problem(const Question& question, const RankAnswer& answer, int64_t rank) {
   const Case& c = question.c;
@@ -113,11 +121,7 @@ std::string form_problem(const Question& question, const RankAnswer& answer, int
   if (c.return_lse && (!answer.lse.defined() || answer.lse.sizes() != at::IntArrayRef(lse)))
     return cat("lse has shape ", answer.lse.defined() ? sizes_text(answer.lse.sizes()) : std::string("none"),
                " instead of ", sizes_text(lse), " (batch, heads, rows)");
-  const at::Tensor padding =
-      answer.out.narrow(1, c.lengths[static_cast<size_t>(rank)], rows - c.lengths[static_cast<size_t>(rank)]);
-  if (padding.numel() > 0 && padding.to(at::kDouble).abs().max().item<double>() != 0)
-    return "the padding rows of out are not zero";
-  return "";
+  return padding_problem(c, "out", answer.out, rank);
 }
 
 // Rows of every rank in token order. `lengths` are the real rows; an undefined part counts as zeros (no gradient came).
@@ -207,7 +211,7 @@ Verdict judge_dropout(const Question& question, const Observation& seen) {
   const at::Tensor plain = attention_reference(without).out;
   const double close = bound_of(question.q.scalar_type()) * 4 * std::max(1.0, plain.abs().max().item<double>());
   if (seen.out.abs().max().item<double>() == 0 || (seen.out - plain).abs().max().item<double>() < close)
-    return wrong("out", cat("dropout_p=", question.c.dropout_p, " has no effect: the output is ",
+    return wrong("out", cat("dropout_p=", question.c.dropout_p, ": the output is ",
                             seen.out.abs().max().item<double>() == 0 ? "zero" : "that of no dropout"));
   if (!question.c.backward) return verdict;
   const Duality duality = duality_of(question, seen);
@@ -288,9 +292,16 @@ Verdict judge(const Question& question, const Observation& seen) {
     comparison.compare("lse", seen.lse, lse, by_tokens(single.lse), dtype == at::kDouble ? bound : 1e-4, false);
   }
   if (c.backward) {
-    comparison.compare("dq", seen.dq, wanted.dq, single.dq.to(at::kDouble), bound, false);
-    comparison.compare("dk", seen.dk, wanted.dk, single.dk.to(at::kDouble), bound, true);
-    comparison.compare("dv", seen.dv, wanted.dv, single.dv.to(at::kDouble), bound, true);
+    const auto asked = [&](char name) { return c.grad_of.find(name) != std::string::npos; };
+    if (asked('q')) comparison.compare("dq", seen.dq, wanted.dq, single.dq.to(at::kDouble), bound, false);
+    if (asked('k')) comparison.compare("dk", seen.dk, wanted.dk, single.dk.to(at::kDouble), bound, true);
+    if (asked('v')) comparison.compare("dv", seen.dv, wanted.dv, single.dv.to(at::kDouble), bound, true);
+  }
+  for (int64_t rank = 0; rank < c.cp_size && verdict.kind == VerdictKind::kOk; ++rank) {
+    const RankAnswer& answer = seen.answers[static_cast<size_t>(rank)];
+    for (const auto& [name, x] : {std::pair{"dq", answer.dq}, {"dk", answer.dk}, {"dv", answer.dv}})
+      if (const std::string problem = padding_problem(c, name, x, rank); !problem.empty())
+        return {VerdictKind::kWrong, -1, -1, "", cat("rank ", rank, ": ", problem), "", "", cat(rank), false};
   }
   return verdict;
 }
