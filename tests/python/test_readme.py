@@ -84,7 +84,7 @@ def test_conformance_snippet_is_a_test_suite(tmp_path: Path) -> None:
     assert "pytest --ulysses-cases='grouped_kv/*'" in README
     options = ["-p", "ulysses_pytest", "-p", "no:cacheprovider", "--ulysses-cases=grouped_kv/*"]
     text = run(sys.executable, "-m", "pytest", *options, cwd=tmp_path)
-    shapes, dtypes, strategies, worlds = 3, 4, 2, 2
+    shapes, dtypes, strategies, worlds = 4, 4, 2, 2
     assert f" {shapes * dtypes * strategies * worlds} passed" in text.splitlines()[-1], text
 
 

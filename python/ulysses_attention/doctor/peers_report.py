@@ -75,7 +75,7 @@ def render_peers(reports: Mapping[str, Report], versions: Mapping[str, str | Non
         [
             "# Other libraries under the doctor",
             "",
-            "Made by `make peers-report`: the same cases for each, on CPU over Gloo processes, against float64",
+            "Made by `make peers-report`: the same cases for each, on two CPU processes over Gloo, against float64",
             'attention of one process. "refused" is an error that all ranks raise and that says why; "unclear" one',
             'that does not; "crashed" a process that ended; "wrong" a result without an error. A number leads to the',
             "message below. `joint text` keeps the text whole on every rank and puts it in front of the rank's shard.",
@@ -185,7 +185,18 @@ def _examine(target: str, folder: Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{target.replace(':', '-').replace('/', '-')}.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "ulysses_attention.cli", "doctor", target, "--transport", "gloo", "--quick"]
+    command = [
+        sys.executable,
+        "-m",
+        "ulysses_attention.cli",
+        "doctor",
+        target,
+        "--transport",
+        "gloo",
+        "--world",
+        "2",
+        "--quick",
+    ]
     # What it prints is no part of the page; it exits with 1 where it finds something.
     status = subprocess.run([*command, "--json", str(file)], stdout=sys.stderr, check=False).returncode
     if not file.exists():
