@@ -106,3 +106,27 @@ def test_own_worlds_end_with_the_questions_and_given_ones_do_not(gloo: Worlds) -
 
 def _process(rank: int, group: Any) -> int:
     return os.getpid()
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("backward is not implemented")
+
+
+def no_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -> torch.Tensor:
+    result: torch.Tensor = _NoBackward.apply(q)
+    return result
+
+
+def test_a_backward_that_raises_in_python_is_a_refusal_and_not_a_crash(gloo: Worlds) -> None:
+    ranks = GlooRanks(no_backward, worlds=gloo)
+    selection = select(no_backward, worlds=[2], cases="equal_shards/*/float32/S16-H4-B2", quick=True)
+    (case,) = _C.make_cases(selection)
+    examined = _C.examine_case(ranks, case)
+    assert [result["verdict"] for result, _ in examined] == ["refused", "wrong"]  # its forward attends to nothing
+    assert ranks.restarts == 0

@@ -355,8 +355,13 @@ void bind_functions(py::module_& module) {
       "answer_on_rank",
       [](const Question& question, const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
         const doctor::Target target = python_target(function);
-        const py::gil_scoped_release no_gil;
-        return doctor::answer_on_rank(question, target, exchange::Group(group));
+        RankAnswer answer;
+        {
+          const py::gil_scoped_release no_gil;
+          answer = doctor::answer_on_rank(question, target, exchange::Group(group));
+        }
+        PyErr_Clear();  // a backward in Python leaves its error set beside the exception that became the answer
+        return answer;
       },
       py::arg("question"), py::arg("function"), py::arg("group"));
   module.def("examine", &examine, py::arg("ranks"), py::arg("selection"), py::arg("probes") = true,
