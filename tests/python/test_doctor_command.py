@@ -288,7 +288,7 @@ def test_the_committed_document_of_other_libraries_names_what_was_found() -> Non
     for sentence in (
         "each rank attends only to its own tokens",
         "the replicated text counts 2 times in the softmax",
-        "with dropout the backward belongs to another forward",
+        "with dropout the gradient of v belongs to other weights than the output",
     ):
         assert sentence in text
     assert "diffusers 0.42.1" in text
