@@ -23,6 +23,12 @@ int64_t Case::kv_seq_len() const { return total(kv_lengths, kv_lengths.size()); 
 int64_t Case::token_begin(int64_t rank) const { return total(lengths, static_cast<size_t>(rank)); }
 int64_t Case::kv_token_begin(int64_t rank) const { return total(kv_lengths, static_cast<size_t>(rank)); }
 
+int64_t Case::rank_of_query(int64_t token) const {
+  int64_t rank = 0;
+  while (rank + 1 < cp_size && token >= token_begin(rank + 1)) ++rank;
+  return rank;
+}
+
 double Case::scale() const {
   return softmax_scale != 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
@@ -47,6 +53,11 @@ std::string Case::id() const {
   if (sum_loss) shape += "-sum";
   if (magnitude != 1) shape += cat("-x", magnitude);
   return cat(feature, "/", strategy.empty() ? "" : strategy + "/", "W", cp_size, "/", dtype, "/", shape);
+}
+
+Case forward_only(Case c) {
+  c.backward = false;
+  return c;
 }
 
 void set_shards(Case& c, int64_t per_rank) {

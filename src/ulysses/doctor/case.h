@@ -44,6 +44,7 @@ struct Case {
   int64_t kv_seq_len() const;
   int64_t token_begin(int64_t rank) const;     // of the rank's queries
   int64_t kv_token_begin(int64_t rank) const;  // of the rank's keys
+  int64_t rank_of_query(int64_t token) const;  // the rank that holds it
   double scale() const;                        // the softmax scale that is asked for
   bool has_even_shards() const;                // all shards of one length, nothing padded, q as k and v
   bool is_padded() const { return padded_lengths != lengths; }
@@ -87,6 +88,9 @@ void for_each_field(AnyCase& c, Visit&& visit) {
   visit("order", c.order);
   visit("ulysses_degree", c.ulysses_degree);
 }
+
+// The same case without gradients.
+Case forward_only(Case c);
 
 // Shards: `per_rank` tokens on each of cp_size ranks; or the given ones. q, k and v alike, nothing padded.
 void set_shards(Case& c, int64_t per_rank);

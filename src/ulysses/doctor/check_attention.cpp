@@ -7,6 +7,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/doctor/cases.h"
 #include "ulysses/doctor/diagnose.h"
+#include "ulysses/doctor/tensors.h"
 
 namespace ulysses::doctor {
 namespace {
@@ -20,10 +21,6 @@ Target target_of(const AttentionFunction& attention, bool is_causal) {
     TORCH_CHECK_VALUE(call.c.is_causal == is_causal, "is_causal=", call.c.is_causal, " is not what this call is");
     return {attention(call.q, call.k, call.v), {}};
   };
-}
-
-double largest_error(const at::Tensor& got, const at::Tensor& wanted) {
-  return (got - wanted).abs().max().item<double>();
 }
 
 std::string diagnosis_of(Examiner& examiner, const Case& c, const Verdict& verdict) {
@@ -61,10 +58,10 @@ AttentionCheck check_attention(const AttentionFunction& attention, const exchang
   check.diagnosis = diagnosis_of(examiner, c, judge(question, seen));
   if (!seen.complete()) return check;
   const Reference wanted = attention_reference(question);
-  check.forward_error = largest_error(seen.out, wanted.out);
-  check.dq_error = largest_error(seen.dq, wanted.dq);
-  check.dk_error = largest_error(seen.dk, wanted.dk);
-  check.dv_error = largest_error(seen.dv, wanted.dv);
+  check.forward_error = largest(seen.out - wanted.out);
+  check.dq_error = largest(seen.dq - wanted.dq);
+  check.dk_error = largest(seen.dk - wanted.dk);
+  check.dv_error = largest(seen.dv - wanted.dv);
   return check;
 }
 

@@ -166,12 +166,12 @@ Finding explain(Examiner& examiner, const Case& c) {
   Case forward = c;
   forward.backward = forward.return_lse = false;
   const Verdict verdict = examiner.check(forward);
-  if (verdict.kind == VerdictKind::kWrong)
+  if (verdict.kind == VerdictKind::kWrong) {
     for (const Explain& look : kForward)
       if (Diagnosis found = look(examiner, forward)) return *found;
-  if (verdict.kind == VerdictKind::kWrong)
     return {
         "numbers", cat("the numbers are wrong although every key reaches every query in order: ", verdict.message), {}};
+  }
   for (const Explain& look : {explain_state, explain_lse, explain_gradients})
     if (Diagnosis found = look(examiner, c)) return *found;
   return {"numbers", examiner.check(c).message, {}};

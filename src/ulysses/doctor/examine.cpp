@@ -1,7 +1,5 @@
 #include "ulysses/doctor/examine.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -13,6 +11,7 @@
 #include "ulysses/doctor/diagnose.h"
 #include "ulysses/doctor/probes.h"
 #include "ulysses/doctor/weights.h"
+#include "ulysses/transports/thread/keep_num_threads.h"
 
 namespace ulysses::doctor {
 namespace {
@@ -20,15 +19,9 @@ namespace {
 const std::string kPlain = "equal_shards";
 
 // Questions are small: more than one thread for them costs more than it gives, and much more beside busy neighbours.
-class OneThread {
- public:
-  OneThread() : num_threads_(at::get_num_threads()) { at::set_num_threads(1); }
-  ~OneThread() { at::set_num_threads(num_threads_); }
-  OneThread(const OneThread&) = delete;
-  OneThread& operator=(const OneThread&) = delete;
-
- private:
-  int num_threads_;
+struct OneThread {
+  const transports::KeepNumThreads keep;
+  OneThread() { at::set_num_threads(1); }
 };
 
 // What of a wrong case is wrong: one fault does not explain a wrong output and wrong gradients of a right one.
@@ -65,17 +58,12 @@ std::string signature(const Finding& finding) {
   return text.substr(0, kTelling);
 }
 
-Case forward_of(Case c) {
-  c.backward = false;
-  return c;
-}
-
 // A case, and its forward alone where backward is refused: that must not hide a forward that is wrong.
 std::vector<CaseResult> ask_both(Examiner& examiner, const Case& c) {
   std::vector<CaseResult> results = {{c, examiner.check(c), kNoFinding}};
   const VerdictKind kind = results[0].verdict.kind;
   if (!c.backward || (kind != VerdictKind::kRefused && kind != VerdictKind::kUnclearMessage)) return results;
-  const Case forward = forward_of(c);
+  const Case forward = forward_only(c);
   const Verdict alone = examiner.check(forward);
   if (alone.kind == VerdictKind::kOk || alone.kind == VerdictKind::kWrong)
     results.push_back({forward, alone, kNoFinding});
@@ -160,7 +148,7 @@ class Examination {
     for (const int64_t cp_size : options_.selection.worlds) {
       for (const std::string& strategy : strategies_of(options_.selection)) {
         const Case plain = plain_case(cp_size, strategy);
-        if (examiner_.check(forward_of(plain)).kind == VerdictKind::kHung) continue;  // no probe would say more
+        if (examiner_.check(forward_only(plain)).kind == VerdictKind::kHung) continue;  // no probe would say more
         int64_t cause = kNoFinding;  // what is wrong with the plain case explains what probes of it find
         for (const Probe& probe : all_probes()) {
           ProbeResult result{std::string(probe.name), strategy, cp_size, ProbeVerdict::kOk, "", kNoFinding};

@@ -6,13 +6,12 @@
 #include <limits>
 
 #include "ulysses/base/text.h"
+#include "ulysses/doctor/tensors.h"
 
 namespace ulysses::doctor {
 namespace {
 
 using base::cat;
-
-double largest(const at::Tensor& x) { return x.numel() == 0 ? 0 : x.abs().max().item<double>(); }
 
 // Error of the output against one process with another scale.
 double error_at_scale(const Question& question, const at::Tensor& out, double scale) {
@@ -112,7 +111,7 @@ Diagnosis explain_lse(Examiner& examiner, const Case& c) {
   const Question question = make_question(c);
   const Observation seen = examiner.observe(question);
   if (!seen.complete()) return std::nullopt;
-  const at::Tensor wanted = attention_reference(question).lse.transpose(1, 2).unsqueeze(3);
+  const at::Tensor wanted = by_tokens(attention_reference(question).lse);
   const auto differs = [&](const at::Tensor& other) { return !(largest(seen.lse - other) < 1e-3); };
   if (!differs(wanted)) return std::nullopt;
   if (!differs(wanted / std::log(2.0)))
@@ -130,13 +129,11 @@ Diagnosis explain_lse(Examiner& examiner, const Case& c) {
     own.c.lengths = own.c.padded_lengths = own.c.kv_lengths = {c.lengths[r]};
     own.c.backward = false;
     for (at::Tensor* x : {&own.q, &own.k, &own.v}) *x = x->narrow(1, c.token_begin(rank), c.lengths[r]);
-    const at::Tensor lse = attention_reference(own).lse.transpose(1, 2).unsqueeze(3);
+    const at::Tensor lse = by_tokens(attention_reference(own).lse);
     local = largest(seen.lse.narrow(1, c.token_begin(rank), c.lengths[r]) - lse) < 1e-3;
   }
   const at::Tensor off = (seen.lse - wanted).abs();
-  const at::Tensor tokens = (off > 1e-3).any(3).any(2).any(0).nonzero().flatten();
-  const std::string where =
-      ranges({tokens.const_data_ptr<int64_t>(), tokens.const_data_ptr<int64_t>() + tokens.numel()});
+  const std::string where = ranges(places((off > 1e-3).any(3).any(2).any(0)));
   if (local)
     return Finding{
         "lse_local", cat("lse covers only the rank's own keys: off by ", largest(off), " in tokens ", where), {}};

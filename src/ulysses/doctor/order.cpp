@@ -58,12 +58,6 @@ Map read_map(const Case& c, const at::Tensor& out) {
   return map;
 }
 
-int64_t rank_of(const Case& c, int64_t token) {
-  int64_t rank = 0;
-  while (rank + 1 < c.cp_size && token >= c.token_begin(rank + 1)) ++rank;
-  return rank;
-}
-
 Finding describe(const Case& c, const Map& map) {
   const int64_t group = c.num_heads / c.num_kv_heads;
   bool same_batch = true, same_token = true, same_head = true, same_row = true;
@@ -71,9 +65,9 @@ Finding describe(const Case& c, const Map& map) {
     same_batch = same_batch && place.batch == origin.batch;
     same_token = same_token && place.token == origin.token;
     same_head = same_head && place.head / group == origin.head;
-    same_row =
-        same_row && origin.token < c.seq_len() && origin.token >= 0 &&
-        place.token - c.token_begin(rank_of(c, place.token)) == origin.token - c.token_begin(rank_of(c, origin.token));
+    same_row = same_row && origin.token < c.seq_len() && origin.token >= 0 &&
+               place.token - c.token_begin(c.rank_of_query(place.token)) ==
+                   origin.token - c.token_begin(c.rank_of_query(origin.token));
   }
   const auto& [place, origin] = map.moved.front();
   const std::string held = cat(text(place), " holds what belongs to ", text(origin));
@@ -82,7 +76,8 @@ Finding describe(const Case& c, const Map& map) {
   if (!same_head) return {"heads_and_tokens", cat("heads and tokens are interchanged: ", held), {}};
   if (same_row)
     return {"rank_order",
-            cat("rank ", rank_of(c, place.token), " gets the rows of rank ", rank_of(c, origin.token), ": ", held),
+            cat("rank ", c.rank_of_query(place.token), " gets the rows of rank ", c.rank_of_query(origin.token), ": ",
+                held),
             {}};
   return {"token_order", cat("the tokens are out of order: ", held), {}};
 }
@@ -108,7 +103,7 @@ Diagnosis explain_kv_heads(Examiner& examiner, const Case& c) {
           cat("query head ", h,
               whole ? cat(" reads KV head ", std::llround(read)) : cat(" reads a mix of KV heads (mean ", read, ")"),
               " instead of ", h / group, " (", c.num_heads, " query heads over ", c.num_kv_heads,
-              " KV heads, first in token ", i, " on rank ", rank_of(c, i), ")"),
+              " KV heads, first in token ", i, " on rank ", c.rank_of_query(i), ")"),
           {}};
     }
   }
@@ -163,8 +158,7 @@ Diagnosis explain_batch_of_values(Examiner& examiner, const Case& c) {
 
 // Other keys in one sequence: the outputs of that one must change, those of the others must not.
 Diagnosis explain_batch_of_keys(Examiner& examiner, const Case& c) {
-  Case forward = c;
-  forward.backward = false;
+  const Case forward = forward_only(c);
   const Question base = make_question(forward), other = make_question(forward, /*seed=*/2);
   const Observation before = examiner.observe(base);
   for (int64_t changed = 0; changed < c.batch && before.complete(); ++changed) {

@@ -10,6 +10,7 @@
 #include "ulysses/doctor/diagnose.h"
 #include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/order.h"
+#include "ulysses/doctor/tensors.h"
 #include "ulysses/doctor/weights.h"
 
 namespace ulysses::doctor {
@@ -18,13 +19,6 @@ namespace {
 using base::cat;
 
 constexpr double kClose = 1e-4;  // float32 questions; a wrong recipe errs by 1e-2 and more
-
-double largest(const at::Tensor& x) { return x.numel() == 0 ? 0 : x.abs().max().item<double>(); }
-
-Case forward_only(Case c) {
-  c.backward = false;
-  return c;
-}
 
 // The observation, or the reason why there is none in the probe's result. What is not a number shows nothing.
 Observation observe(Examiner& examiner, const Question& question, ProbeResult& result) {

@@ -30,15 +30,13 @@ at::Tensor leaf(const at::Tensor& shard, const Case& c, char name) {
   return own.requires_grad_(c.backward && c.grad_of.find(name) != std::string::npos);
 }
 
-std::string first_line(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
-
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::Error& e) {
-    return first_line(e.what_without_backtrace());
+    return base::first_line(e.what_without_backtrace());
   } catch (const std::exception& e) {
-    return first_line(e.what());
+    return base::first_line(e.what());
   } catch (...) {
     return "an exception without a text";
   }

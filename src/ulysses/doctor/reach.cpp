@@ -1,12 +1,11 @@
 // explain_weights: from a table of weights to one sentence.
-#include <ATen/ops/where.h>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <set>
 
 #include "ulysses/base/text.h"
+#include "ulysses/doctor/tensors.h"
 #include "ulysses/doctor/weights.h"
 
 namespace ulysses::doctor {
@@ -47,11 +46,6 @@ class Table {
     for (int64_t key = 0; key < c_.kv_seq_len(); ++key)
       if (expected(query, key) > tolerance_) keys.push_back(key);
     return keys;
-  }
-  int64_t rank_of(int64_t query) const {
-    int64_t rank = 0;
-    while (rank + 1 < c_.cp_size && query >= c_.token_begin(rank + 1)) ++rank;
-    return rank;
   }
 
  private:
@@ -192,7 +186,7 @@ std::string seen_text(const Table& table) {
   for (int64_t query = 0; query < table.c().seq_len(); ++query) {
     const Numbers seen = table.seen(query), wanted = table.wanted(query);
     if (seen == wanted) continue;
-    const int64_t rank = table.rank_of(query);
+    const int64_t rank = table.c().rank_of_query(query);
     return cat("query ", query, " (row ", query - table.c().token_begin(rank), " of rank ", rank, ") sees ",
                keys_text(seen), " instead of ", keys_text(wanted));
   }
@@ -203,7 +197,7 @@ Diagnosis causal_pattern(const Table& table) {
   const Case& c = table.c();
   const int64_t shift = c.bottom_right ? c.kv_seq_len() - c.seq_len() : 0;
   const int64_t other_shift = c.kv_seq_len() - c.seq_len() - shift;
-  const auto local = [&](int64_t query) { return query - c.token_begin(table.rank_of(query)); };
+  const auto local = [&](int64_t query) { return query - c.token_begin(c.rank_of_query(query)); };
   const auto finding = [&](std::string kind, std::string_view what) {
     return Finding{std::move(kind), cat(what, ": ", seen_text(table)), {}};
   };
@@ -285,8 +279,7 @@ Diagnosis explain_weights(const Case& c, const Weights& weights) {
   const Table table(c, weights);
   if (table.is_right()) return std::nullopt;
   if (!table.finite()) {
-    const at::Tensor rows = weights.measured.isfinite().logical_not().any(3).any(2).any(0).nonzero().flatten();
-    const Numbers queries(rows.const_data_ptr<int64_t>(), rows.const_data_ptr<int64_t>() + rows.numel());
+    const Numbers queries = places(weights.measured.isfinite().logical_not().any(3).any(2).any(0));
     return Finding{"not_finite", cat("the output of queries ", ranges(queries), " is not finite"), {}};
   }
   for (const auto& look : {self_only, causal_pattern, rank_pattern, dropped_keys, lost_weight, doubled_keys})

@@ -1,5 +1,3 @@
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <memory>
@@ -8,6 +6,7 @@
 
 #include "ulysses/base/text.h"
 #include "ulysses/doctor/ranks.h"
+#include "ulysses/transports/thread/keep_num_threads.h"
 #include "ulysses/transports/thread/thread_world.h"
 
 namespace ulysses::doctor {
@@ -66,7 +65,7 @@ ThreadRanks::ThreadRanks(Target target, std::chrono::milliseconds hang_limit)
     : target_(std::move(target)), hang_limit_(hang_limit) {}
 
 std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
-  const int num_threads = at::get_num_threads();  // the ranks' setting reaches this thread too
+  const transports::KeepNumThreads keep;
   const auto meeting = std::make_shared<Meeting>(question, target_, hang_limit_);
   std::vector<std::thread> threads;
   for (int64_t rank = 0; rank < question.c.cp_size; ++rank)
@@ -98,7 +97,6 @@ std::vector<RankAnswer> ThreadRanks::ask(const Question& question) {
       threads[rank].detach();
     }
   }
-  at::set_num_threads(num_threads);
   return answers;
 }
 

@@ -1,8 +1,10 @@
 #include "ulysses/doctor/verdict.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/ones_like.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +14,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/messages.h"
+#include "ulysses/doctor/tensors.h"
 #include "ulysses/processors/tensor_spec.h"
 
 namespace ulysses::doctor {
@@ -32,9 +35,6 @@ double bound_of(at::ScalarType dtype) {
       return 1e-5;
   }
 }
-
-// [B, H, S] as [B, S, H, 1], so that every tensor has its tokens in dim 1 and its heads in dim 2.
-at::Tensor by_tokens(const at::Tensor& lse) { return lse.transpose(1, 2).unsqueeze(3); }
 
 std::string sizes_text(at::IntArrayRef sizes) { return cat("[", join(sizes), "]"); }
 
@@ -174,15 +174,9 @@ struct Comparison {
   }
 
   void locate(const at::Tensor& bad, bool of_keys) {
-    const auto numbers = [&](const at::Tensor& flags) {
-      std::vector<int64_t> found;
-      for (int64_t i = 0; i < flags.numel(); ++i)
-        if (flags[i].item<bool>()) found.push_back(i);
-      return found;
-    };
     const at::Tensor tokens = bad.any(3).any(2).any(0);
-    verdict.tokens = ranges(numbers(tokens));
-    verdict.heads = ranges(numbers(bad.any(3).any(1).any(0)));
+    verdict.tokens = ranges(places(tokens));
+    verdict.heads = ranges(places(bad.any(3).any(1).any(0)));
     std::vector<int64_t> ranks;
     for (int64_t rank = 0; rank < c.cp_size; ++rank) {
       const auto& lengths = of_keys ? c.kv_lengths : c.lengths;

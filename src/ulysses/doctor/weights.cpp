@@ -39,8 +39,7 @@ Weights measure_weights(Examiner& examiner, const Case& c) {
 }
 
 at::Tensor influence(Examiner& examiner, const Case& c, Changed changed) {
-  Case forward = c;
-  forward.backward = false;
+  const Case forward = forward_only(c);
   const Question base = make_question(forward);
   const Question other = make_question(forward, /*seed=*/2);
   const Observation before = examiner.observe(base);

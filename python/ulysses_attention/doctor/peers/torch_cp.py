@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ulysses_attention.doctor.peers._parts import Tensors, grouped, key_mask, refuse_padding, with_text
+from ulysses_attention.doctor.peers._parts import Tensors, key_mask, refuse_padding, sdpa, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,17 +80,13 @@ def _setup(*kernels: SDPBackend) -> Callable[..., Any]:
     ) -> torch.Tensor:
         refuse_padding(kv_layout)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=key_mask(attn_mask),
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                scale=softmax_scale,
-                enable_gqa=grouped(q, k),
-            ).transpose(1, 2)
+        attend = functools.partial(
+            sdpa,
+            attn_mask=key_mask(attn_mask),
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+        )
 
         def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = _InsideContext.apply(context, attend, q, k, v)

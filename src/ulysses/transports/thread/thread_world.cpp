@@ -12,6 +12,7 @@
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/transports/thread/keep_num_threads.h"
 #include "ulysses/transports/thread/thread_backend.h"
 
 namespace ulysses::transports {
@@ -44,18 +45,6 @@ std::string describe(const std::exception_ptr& error) {
     return "an exception that is not a std::exception";
   }
 }
-
-// The caller's intra-op setting, which is also what new threads inherit.
-class KeepNumThreads {
- public:
-  KeepNumThreads() : num_threads_(at::get_num_threads()) {}
-  ~KeepNumThreads() { at::set_num_threads(num_threads_); }
-  KeepNumThreads(const KeepNumThreads&) = delete;
-  KeepNumThreads& operator=(const KeepNumThreads&) = delete;
-
- private:
-  int num_threads_;
-};
 
 // Runs the ranks of one world and keeps the first exception in time: the cause, not what it made others raise.
 class RankThreads {
