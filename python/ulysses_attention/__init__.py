@@ -12,6 +12,7 @@ from ulysses_attention.attention import ulysses_attention  # noqa: E402
 from ulysses_attention.check import check_attention, check_same  # noqa: E402
 from ulysses_attention.launch import run_processes  # noqa: E402
 from ulysses_attention.layout import SequenceLayout  # noqa: E402
+from ulysses_attention.merge import merge_attention  # noqa: E402
 from ulysses_attention.policy import UlyssesContextParallelPolicy  # noqa: E402
 from ulysses_attention.processor import (  # noqa: E402
     AttendCall,
@@ -31,6 +32,7 @@ __all__ = [
     "backends",
     "check_attention",
     "check_same",
+    "merge_attention",
     "register_backend",
     "run_processes",
     "run_ranks",

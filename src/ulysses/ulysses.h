@@ -28,6 +28,7 @@
 #include "ulysses/doctor/check_same.h"
 #include "ulysses/doctor/examine.h"
 #include "ulysses/exchange/group.h"
+#include "ulysses/kernels/merge_lse.h"
 #include "ulysses/partition/sequence_layout.h"
 #include "ulysses/processors/attention.h"
 #include "ulysses/processors/registry.h"
@@ -44,6 +45,7 @@ using doctor::check_attention;
 using doctor::check_same;
 using exchange::Group;
 using kernels::KernelOutput;
+using kernels::merge_attention;
 using partition::Range;
 using partition::SequenceLayout;
 using processors::AttendCall;

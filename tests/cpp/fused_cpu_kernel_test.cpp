@@ -181,7 +181,7 @@ TEST(FusedCpuKernel, LseOfMinusInfinityGivesZeroGradientsForThatRowOnly) {
     auto [out, lse] = fused_cpu_kernel().forward(in.q, in.k, in.v, options);
     out.narrow(1, 0, 2).zero_();
     lse.narrow(2, 0, 2).fill_(-std::numeric_limits<double>::infinity());
-    const KernelGrads grads = fused_cpu_kernel().backward(in.grad_out, in.q, in.k, in.v, out, lse, options);
+    const KernelGrads grads = fused_cpu_kernel().backward(in.grad_out, {}, in.q, in.k, in.v, out, lse, options);
 
     AttentionCase rest = c;
     rest.q_len = 4;

@@ -20,10 +20,11 @@ class RecordingKernel final : public Kernel {
     record(q, k, v, options);
     return inner_.forward(q, k, v, options);
   }
-  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& out, const at::Tensor& lse, const KernelOptions& options) const override {
+  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& grad_lse, const at::Tensor& q, const at::Tensor& k,
+                       const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                       const KernelOptions& options) const override {
     record(q, k, v, options);
-    return inner_.backward(grad_out, q, k, v, out, lse, options);
+    return inner_.backward(grad_out, grad_lse, q, k, v, out, lse, options);
   }
 
   mutable int calls = 0;
@@ -46,8 +47,9 @@ LocalAttentionOptions options_of(const AttentionCase& c) {
 
 AttentionResult run_local(const Kernel& kernel, const AttentionInputs& in, const AttentionCase& c) {
   const auto [out, lse] = local_attention(kernel, in.q, in.k, in.v, options_of(c));
-  const auto [dq, dk, dv] = local_attention_backward(kernel, in.grad_out, in.q, in.k, in.v, out, lse, options_of(c));
-  return {out, lse, dq, dk, dv};
+  const KernelGrads grads =
+      local_attention_backward(kernel, in.grad_out, {}, in.q, in.k, in.v, out, lse, options_of(c));
+  return {out, lse, grads.dq, grads.dk, grads.dv};
 }
 
 AttentionCase at_positions(int64_t q_begin, int64_t q_len, int64_t kv_begin, int64_t kv_len) {
@@ -180,7 +182,7 @@ TEST(LocalAttention, BackwardOverShardsOfTheKeysIsAdditive) {
   std::vector<at::Tensor> dk, dv;
   for (const auto& [begin, size] : {std::pair<int64_t, int64_t>{0, 13}, {13, 13}, {26, 14}}) {
     const KernelGrads part =
-        local_attention_backward(fused_cpu_kernel(), in.grad_out, in.q, in.k.narrow(1, begin, size),
+        local_attention_backward(fused_cpu_kernel(), in.grad_out, {}, in.q, in.k.narrow(1, begin, size),
                                  in.v.narrow(1, begin, size), out, lse, {true, whole.softmax_scale, 10, begin});
     dq += part.dq;
     dk.push_back(part.dk);
@@ -199,7 +201,8 @@ TEST(LocalAttention, RowsThatSeeNoKeyGiveZeroGradientsAndNoNaN) {
     auto [out, lse] = local_attention(*kernel, in.q, in.k, in.v, options_of(c));
     out.narrow(1, 4, 2).zero_();
     lse.narrow(2, 4, 2).fill_(-std::numeric_limits<double>::infinity());
-    const KernelGrads grads = local_attention_backward(*kernel, in.grad_out, in.q, in.k, in.v, out, lse, options_of(c));
+    const KernelGrads grads =
+        local_attention_backward(*kernel, in.grad_out, {}, in.q, in.k, in.v, out, lse, options_of(c));
     EXPECT_EQ(max_abs(grads.dq.narrow(1, 4, 2)), 0.0);
     AttentionCase rest = c;
     rest.q_len = 4;

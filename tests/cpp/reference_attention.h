@@ -173,8 +173,8 @@ inline AttentionResult run_kernel(const kernels::Kernel& kernel, const Attention
   const kernels::KernelOptions options{c.is_causal, c.softmax_scale};
   const auto [out, lse] = kernel.forward(in.q, in.k, in.v, options);
   if (!backward) return {out, lse, {}, {}, {}};
-  const auto [dq, dk, dv] = kernel.backward(in.grad_out, in.q, in.k, in.v, out, lse, options);
-  return {out, lse, dq, dk, dv};
+  const kernels::KernelGrads grads = kernel.backward(in.grad_out, {}, in.q, in.k, in.v, out, lse, options);
+  return {out, lse, grads.dq, grads.dk, grads.dv};
 }
 
 inline void check_kernel(const kernels::Kernel& kernel, const AttentionCase& c, bool backward = true) {

@@ -67,6 +67,10 @@ inline constexpr const char* kGatherSequenceBackwardSchema =
 using GatherSequenceBackward = at::Tensor(const at::Tensor&, c10::SymInt, std::string_view, int64_t,
                                           c10::SymIntArrayRef, int64_t, std::string_view);
 
+// kernels::merge_attention: differentiable ATen ops and nothing else, so autograd and tracing see through it.
+inline constexpr const char* kMergeAttentionSchema =
+    "merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)";
+
 // An op of this library, to be called through the dispatcher. Look it up once and keep it.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {

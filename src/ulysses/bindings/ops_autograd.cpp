@@ -112,6 +112,7 @@ TORCH_LIBRARY(ulysses, library) {
   library.def(kAttentionBackwardSchema, tags);
   library.def(kGatherSequenceSchema, tags);
   library.def(kGatherSequenceBackwardSchema, tags);
+  library.def(kMergeAttentionSchema, tags);
 }
 
 TORCH_LIBRARY_IMPL(ulysses, Autograd, library) { library.impl("attention", attention_autograd); }

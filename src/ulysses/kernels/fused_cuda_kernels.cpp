@@ -46,6 +46,12 @@ std::optional<std::string> refuse_device(const KernelNeed& need) {
   return cat("runs on device cuda, not ", need.device);
 }
 
+std::optional<std::string> refuse_mask_and_softcap(const KernelNeed& need) {
+  if (need.has_mask) return cat("takes no attn_mask; math does", kUnproved);
+  if (need.has_softcap) return cat("takes no softcap; math does", kUnproved);
+  return std::nullopt;
+}
+
 std::optional<std::string> refuse_other_than_half(const KernelNeed& need) {
   if (need.dtype == "float16" || need.dtype == "bfloat16") return std::nullopt;
   return cat("takes float16 or bfloat16, not ", need.dtype, kUnproved);
@@ -69,6 +75,7 @@ class CudaFlashKernel final : public Kernel {
 
   std::optional<std::string> refusal(const KernelNeed& need) const override {
     if (auto why = refuse_device(need)) return why;
+    if (auto why = refuse_mask_and_softcap(need)) return why;
     if (auto why = refuse_other_than_half(need)) return why;
     return refuse_head_dim(need, 8, 256);
   }
@@ -82,15 +89,16 @@ class CudaFlashKernel final : public Kernel {
     return {std::get<0>(result).transpose(1, 2), std::get<1>(result)};
   }
 
-  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& out, const at::Tensor& lse, const KernelOptions& options) const override {
+  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& /*grad_lse*/, const at::Tensor& q,
+                       const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                       const KernelOptions& options) const override {
     if (has_no_work(q, k)) return zero_grads(q, k, v);
     const at::Tensor no_lengths;
     auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_backward(
         heads_of(grad_out), heads_of(q), heads_of(k), heads_of(v), heads_of(out), lse_for_backward(lse).contiguous(),
         no_lengths, no_lengths, q.size(1), k.size(1), /*dropout_p=*/0.0, options.is_causal,
         no_seed(q, {2}, at::kUInt64), no_seed(q, {}, at::kUInt64), options.softmax_scale);
-    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)};
+    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), {}, {}};
   }
 };
 
@@ -101,6 +109,7 @@ class CudaCudnnKernel final : public Kernel {
 
   std::optional<std::string> refusal(const KernelNeed& need) const override {
     if (auto why = refuse_device(need)) return why;
+    if (auto why = refuse_mask_and_softcap(need)) return why;
     if (auto why = refuse_other_than_half(need)) return why;
     if (need.num_q_per_kv != 1) {
       return cat("needs as many KV heads as query heads, not ", need.num_q_per_kv, " query heads per KV head",
@@ -118,15 +127,16 @@ class CudaCudnnKernel final : public Kernel {
     return {std::get<0>(result).transpose(1, 2), std::get<1>(result).squeeze(-1)};  // cuDNN's lse is [B, h, Sq, 1]
   }
 
-  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& out, const at::Tensor& lse, const KernelOptions& options) const override {
+  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& /*grad_lse*/, const at::Tensor& q,
+                       const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                       const KernelOptions& options) const override {
     if (has_no_work(q, k)) return zero_grads(q, k, v);
     const at::Tensor none;
     auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
         heads_of(grad_out), heads_of(q), heads_of(k), heads_of(v), heads_of(out),
         lse_for_backward(lse).contiguous().unsqueeze(-1), no_seed(q, {}, at::kLong), no_seed(q, {}, at::kLong), none,
         none, none, q.size(1), k.size(1), /*dropout_p=*/0.0, options.is_causal, options.softmax_scale);
-    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)};
+    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), {}, {}};
   }
 };
 
@@ -138,6 +148,7 @@ class CudaEfficientKernel final : public Kernel {
 
   std::optional<std::string> refusal(const KernelNeed& need) const override {
     if (auto why = refuse_device(need)) return why;
+    if (auto why = refuse_mask_and_softcap(need)) return why;
     const bool is_float32 = need.dtype == "float32";
     if (!is_float32 && need.dtype != "float16" && need.dtype != "bfloat16") {
       return cat("takes float32, float16 or bfloat16, not ", need.dtype, kUnproved);
@@ -166,8 +177,9 @@ class CudaEfficientKernel final : public Kernel {
   }
 
   // dK and dV are sums over the group's calls, in float32.
-  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& out, const at::Tensor& lse, const KernelOptions& options) const override {
+  KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& /*grad_lse*/, const at::Tensor& q,
+                       const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+                       const KernelOptions& options) const override {
     if (has_no_work(q, k)) return zero_grads(q, k, v);
     const int64_t g = q.size(2) / k.size(2);
     if (g == 1) return backward_heads(grad_out, q, k, v, out, lse, options);
@@ -182,7 +194,7 @@ class CudaEfficientKernel final : public Kernel {
       dk.add_(part.dk);
       dv.add_(part.dv);
     }
-    return {dq, dk.to(k.scalar_type()), dv.to(v.scalar_type())};
+    return {dq, dk.to(k.scalar_type()), dv.to(v.scalar_type()), {}, {}};
   }
 
  private:
@@ -207,7 +219,7 @@ class CudaEfficientKernel final : public Kernel {
         heads_of(grad_out), heads_of(q), heads_of(k), heads_of(v), /*attn_bias=*/at::Tensor(), heads_of(out),
         padded_lse, no_seed(q, {}, at::kLong), no_seed(q, {}, at::kLong), /*dropout_p=*/0.0,
         /*grad_input_mask=*/{true, true, true, false}, options.is_causal, options.softmax_scale);
-    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)};
+    return {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), {}, {}};
   }
 };
 

@@ -18,11 +18,18 @@ struct KernelNeed {
   int64_t num_q_per_kv = 1;
   bool is_causal = false;
   bool backward = false;
+  bool has_mask = false;
+  bool has_softcap = false;
 };
 
 struct KernelOptions {
   bool is_causal = false;  // row i sees keys ≤ i (top-left); only ever called with Sq = Skv
   double softmax_scale = 1.0;
+  // [B|1, h|1, Sq|1, Skv], any strides: bool, true where the key may be seen, or floating-point, added to the scaled
+  // scores. Undefined: every key may be seen. With is_causal a key must pass both.
+  at::Tensor attn_mask;
+  double softcap = 0.0;  // > 0: softcap · tanh(scores / softcap) in place of the scaled scores, before the mask
+  bool mask_needs_grad = false;  // backward returns dmask; for a floating-point mask
 };
 
 struct KernelOutput {
@@ -32,9 +39,11 @@ struct KernelOutput {
 
 struct KernelGrads {
   at::Tensor dq, dk, dv;  // like q, k, v
+  at::Tensor dmask;       // the mask's shape, undefined unless mask_needs_grad
+  at::Tensor dsinks;      // [h], from local_attention_backward with sinks, else undefined
 };
 
-// A local attention kernel over whole, non-empty heads.
+// A local attention kernel over whole, non-empty heads. A row that sees no key: out 0, lse −inf, zero gradients.
 // Shapes:  q [B, Sq, h, D], k [B, Skv, h_kv, D], v [B, Skv, h_kv, D_v], any strides; h % h_kv == 0, GQA native.
 // Comm:    none.
 class Kernel {
@@ -46,8 +55,10 @@ class Kernel {
   virtual KernelOutput forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const KernelOptions& options) const = 0;
   // With the *global* out and lse the result over one block of keys is that block's additive part.
-  virtual KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
-                               const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
+  // grad_lse [B, h, Sq] (undefined: none) and mask_needs_grad reach the math kernel only: no fused op offers them, and
+  // local_attention_backward() sends such calls there. dmask comes back in the accumulate_dtype of q.
+  virtual KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& grad_lse, const at::Tensor& q,
+                               const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                const KernelOptions& options) const = 0;
 };
 

@@ -18,7 +18,8 @@ KernelOutput output_without_keys(const at::Tensor& q, const at::Tensor& v) {
 }
 
 KernelGrads zero_grads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  return {at::zeros(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()), at::zeros(v.sizes(), v.options())};
+  return {
+      at::zeros(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()), at::zeros(v.sizes(), v.options()), {}, {}};
 }
 
 }  // namespace ulysses::kernels

@@ -128,8 +128,8 @@ KernelProcessor& kernel_processor() {
 
 kernels::KernelGrads kernel_backward(const at::Tensor& grad_out, const Qkv& qkv, const kernels::KernelOutput& output,
                                      const AttendCall& call) {
-  return kernels::local_attention_backward(kernel_for(qkv, call, /*backward=*/true), grad_out, qkv.q, qkv.k, qkv.v,
-                                           output.out, output.lse, local_options(qkv, call));
+  return kernels::local_attention_backward(kernel_for(qkv, call, /*backward=*/true), grad_out, /*grad_lse=*/{}, qkv.q,
+                                           qkv.k, qkv.v, output.out, output.lse, local_options(qkv, call));
 }
 
 }  // namespace ulysses::processors
