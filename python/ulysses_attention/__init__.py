@@ -11,6 +11,7 @@ load_core()
 from ulysses_attention.attention import ulysses_attention  # noqa: E402
 from ulysses_attention.check import check_attention, check_same  # noqa: E402
 from ulysses_attention.launch import run_processes  # noqa: E402
+from ulysses_attention.gradients import sum_grad  # noqa: E402
 from ulysses_attention.layout import SequenceLayout  # noqa: E402
 from ulysses_attention.merge import merge_attention  # noqa: E402
 from ulysses_attention.policy import UlyssesContextParallelPolicy  # noqa: E402
@@ -22,9 +23,12 @@ from ulysses_attention.processor import (  # noqa: E402
     unregister_backend,
 )
 from ulysses_attention.ranks import run_ranks  # noqa: E402
+from ulysses_attention.tokens import JointTokens, MaskLayout  # noqa: E402
 
 __all__ = [
     "AttendCall",
+    "JointTokens",
+    "MaskLayout",
     "SequenceLayout",
     "UlyssesAttentionProcessor",
     "UlyssesContextParallelPolicy",
@@ -36,6 +40,7 @@ __all__ = [
     "register_backend",
     "run_processes",
     "run_ranks",
+    "sum_grad",
     "ulysses_attention",
     "unregister_backend",
 ]

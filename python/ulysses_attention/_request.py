@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -11,11 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy, option_line
+from ulysses_attention.tokens import JoinedCall, JointTokens, MaskLayout, join
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# (q, k, v, attn_mask, sinks, request) -> (out, lse)
+Execute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 NO_LENGTHS: tuple[int, ...] = ()
+
+SEQUENCE_DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0}  # of qkv_format
 
 
 class Request(NamedTuple):
@@ -62,6 +70,51 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     return cp_group, False
 
 
+def _joint_lines(joined: JoinedCall) -> str:
+    if joined.problem:
+        return option_line("joint_problem", joined.problem)
+    lines = option_line("joint_len", joined.joint_len)
+    if joined.position != "prefix":
+        lines += option_line("joint_position", joined.position)
+    if joined.valid_lens:
+        lines += option_line("joint_valid_lens", ",".join(map(str, joined.valid_lens)))
+    return lines
+
+
+def to_bshd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """A view [B, S, H, D] of a tensor in another format, and back: both directions swap the same two dimensions."""
+    dim = SEQUENCE_DIMS.get(qkv_format, 1)
+    return x if dim == 1 or x.dim() != 4 else x.transpose(1, dim)
+
+
+def run_call(
+    execute: Execute,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    joint: JointTokens | None = None,
+    qkv_format: str = "bshd",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """One call from the caller's format to the caller's format; `execute` does what lies between."""
+    _check_type("joint", joint, JointTokens, "JointTokens(q, k, v) or None")
+    q, k, v = (to_bshd(x, qkv_format) for x in tensors)
+    joined = None
+    if joint is not None:
+        texts = {name: to_bshd(getattr(joint, name), qkv_format) for name in ("q", "k", "v")}
+        joined = join(dataclasses.replace(joint, **texts), q, k, v)
+        q, k, v = joined.q, joined.k, joined.v
+    request = make_request(joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
+    out, lse = execute(q, k, v, attn_mask, sinks, request)
+    if joined is None:
+        out = to_bshd(out, qkv_format)
+        return (out, lse) if return_lse else out
+    outs = tuple(to_bshd(part, qkv_format) for part in joined.part(out, 1, 0.0))
+    return (outs, joined.part(lse, 2, -math.inf)) if return_lse else outs
+
+
 def make_request(
     *,
     mesh_2d: bool = False,
@@ -72,17 +125,17 @@ def make_request(
     causal_alignment: str = "top_left",
     window: Any = None,
     softmax_scale: float | None = None,
-    attn_mask: torch.Tensor | None = None,
-    mask_layout: Any = None,
+    mask_layout: MaskLayout | None = None,
     layout: SequenceLayout | None = None,
     kv_layout: SequenceLayout | None = None,
     kv_role: str = "sharded",
-    joint: Any = None,
+    joined: JoinedCall | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     qkv_format: str = "bshd",
+    softcap: float | None = None,
     ulysses_degree: int | None = None,
     outer: str = "ring",
     return_lse: bool = False,
@@ -91,9 +144,14 @@ def make_request(
 ) -> Request:
     """The options that differ from the defaults as "key=value" lines, and the layouts as tuples."""
     _check_type("policy", policy, UlyssesContextParallelPolicy, "UlyssesContextParallelPolicy(pad_multiple=1) or None")
+    _check_type("mask_layout", mask_layout, MaskLayout, 'MaskLayout(q="local", kv="global") or None')
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         _check_type(name, given, SequenceLayout, "SequenceLayout(16, 2), SequenceLayout.from_lengths([8, 8]) or None")
     config = "" if policy is None else policy.text
+    if policy is None and qkv_format in SEQUENCE_DIMS and qkv_format != "bshd":
+        config += option_line("policy.output_restore_dim", SEQUENCE_DIMS[qkv_format])
+    if joined is not None:
+        config += _joint_lines(joined)
     for key, value, default in (
         ("strategy", strategy, "ulysses"),
         ("kernel", f"function {getattr(kernel, '__name__', '')}" if callable(kernel) else kernel, "auto"),
@@ -102,6 +160,9 @@ def make_request(
         ("kv_role", kv_role, "sharded"),
         ("causal_alignment", causal_alignment, "top_left"),
         ("outer", outer, "ring"),
+        ("softcap", softcap, None),
+        ("mask_q", None if mask_layout is None else mask_layout.q, None),
+        ("mask_kv", None if mask_layout is None else mask_layout.kv, None),
         ("cp_size", cp_size, None),
         ("cp_rank", None if layout is None else layout.cp_rank, None),
         ("kv_cp_rank", None if kv_layout is None else kv_layout.cp_rank, None),
@@ -112,8 +173,6 @@ def make_request(
         name
         for name, asked in (
             ("window", window is not None),
-            ("attn_mask", attn_mask is not None or mask_layout is not None),
-            ("joint_tokens", joint is not None),
             ("packed_sequences", cu_seqlens_q is not None or cu_seqlens_kv is not None),
             ("dropout", dropout_p != 0.0 or dropout_seed is not None),
             ("hybrid_degree", ulysses_degree is not None or mesh_2d),
@@ -122,7 +181,7 @@ def make_request(
     ]
     if requested:
         config += f"requested={','.join(requested)}\n"
-    keys = kv_layout if kv_layout is not None else layout
+    keys = kv_layout if kv_layout is not None or kv_role == "replicated" else layout
     return Request(
         NO_LENGTHS if layout is None else layout.lengths,
         NO_LENGTHS if layout is None else layout.padded_lengths,

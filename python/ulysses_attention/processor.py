@@ -9,9 +9,10 @@ import torch
 
 from ulysses_attention import _C
 from ulysses_attention._C import AttendCall
-from ulysses_attention._request import make_request, resolve_group
+from ulysses_attention._request import resolve_group, run_call
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.tokens import JointTokens, MaskLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,7 +22,8 @@ __all__ = ["AttendCall", "UlyssesAttentionProcessor", "backends", "register_back
 
 KERNEL_BACKEND = "ulysses"  # built in: attends with a kernel of the C++ registry
 
-ATTEND_FIELDS = ("is_causal", "softmax_scale", "q_positions", "need_lse")  # what a backend can declare to honour
+# What a backend can declare to honour.
+ATTEND_FIELDS = ("is_causal", "softmax_scale", "q_positions", "need_lse", "attn_mask", "sinks", "softcap")
 
 AttendResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -34,7 +36,8 @@ class UlyssesAttentionProcessor(_C.UlyssesAttentionProcessor):
     """
 
     #: The fields of AttendCall that attend() honours, of "is_causal", "softmax_scale", "q_positions" (causal queries
-    #: that do not start at position 0) and "need_lse". A field that a caller sets and this does not name is refused.
+    #: that do not start at position 0), "need_lse", "attn_mask", "sinks" and "softcap". A field that a caller sets and
+    #: this does not name is refused.
     supports: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -68,34 +71,48 @@ class UlyssesAttentionProcessor(_C.UlyssesAttentionProcessor):
         strategy: str = "ulysses",
         is_causal: bool = False,
         softmax_scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        mask_layout: MaskLayout | None = None,
         layout: SequenceLayout | None = None,
         kv_layout: SequenceLayout | None = None,
+        kv_role: str = "sharded",
+        joint: JointTokens | None = None,
+        qkv_format: str = "bshd",
         return_lse: bool = False,
         agreement: str = "auto",
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Any:
         """Attention over the whole sequence with this backend's attend(). Arguments, shapes and errors: as
         ulysses_attention, of which these are the ones that a backend can honour today."""
         group, mesh_2d = resolve_group(cp_group)
-        request = make_request(
+        return run_call(
+            lambda q, k, v, mask, sinks, request: self._forward(q, k, v, mask, sinks, group, *request),
+            (q, k, v),
             mesh_2d=mesh_2d,
             cp_size=cp_size,
             policy=policy,
             strategy=strategy,
             is_causal=is_causal,
             softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks,
+            attn_mask=attn_mask,
+            mask_layout=mask_layout,
             layout=layout,
             kv_layout=kv_layout,
+            kv_role=kv_role,
+            joint=joint,
+            qkv_format=qkv_format,
             return_lse=return_lse,
             agreement=agreement,
         )
-        out, lse = self._forward(q, k, v, group, *request)
-        return (out, lse) if return_lse else out
 
 
 class CallableProcessor(UlyssesAttentionProcessor):
     """The `kernel=` function of one call as a backend."""
 
-    supports = frozenset({"is_causal", "softmax_scale", "q_positions", "need_lse"})
+    supports = frozenset(ATTEND_FIELDS)
 
     def __init__(self, function: Callable[..., AttendResult]) -> None:
         super().__init__()

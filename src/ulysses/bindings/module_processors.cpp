@@ -103,13 +103,17 @@ py::tuple range_pair(const partition::Range& range) { return py::make_tuple(rang
 
 at::Tensor positions(const partition::Range& range) { return at::arange(range.begin, range.end, at::kLong); }
 
+std::optional<at::Tensor> given(const at::Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; }
+
 void bind_call(py::module_& module) {
   py::class_<AttendCall>(module, "AttendCall", "What attend() is told: see UlyssesAttentionProcessor.attend.")
       .def_readonly("is_causal", &AttendCall::is_causal)
       .def_readonly("softmax_scale", &AttendCall::softmax_scale)
       .def_property_readonly("q_positions", [](const AttendCall& call) { return positions(call.q_positions); })
       .def_property_readonly("kv_positions", [](const AttendCall& call) { return positions(call.kv_positions); })
-      .def_property_readonly("attn_mask", [](const AttendCall&) { return py::none(); })
+      .def_property_readonly("attn_mask", [](const AttendCall& call) { return given(call.attn_mask); })
+      .def_property_readonly("sinks", [](const AttendCall& call) { return given(call.sinks); })
+      .def_readonly("softcap", &AttendCall::softcap)
       .def_property_readonly("window", [](const AttendCall&) { return py::none(); })
       .def_property_readonly("dropout_p", [](const AttendCall&) { return 0.0; })
       .def_property_readonly("dropout_seed", [](const AttendCall&) { return py::none(); })
@@ -155,6 +159,7 @@ void bind_processors(py::module_& module) {
       .def(
           "_forward",
           [](UlyssesAttentionProcessor& processor, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+             const std::optional<at::Tensor>& attn_mask, const std::optional<at::Tensor>& sinks,
              const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<int64_t>& lengths,
              const std::vector<int64_t>& padded_lengths, const std::vector<int64_t>& kv_lengths,
              const std::vector<int64_t>& kv_padded_lengths, bool is_causal, std::optional<double> softmax_scale,
@@ -170,7 +175,8 @@ void bind_processors(py::module_& module) {
             call.config = config;
             const Autocast autocast(q.device().type());
             const AttentionResult result =
-                processor.forward(autocast(q), autocast(k), autocast(v), exchange::Group(group), call.options());
+                processor.forward(autocast(q), autocast(k), autocast(v), exchange::Group(group), call.options(),
+                                  {attn_mask.value_or(at::Tensor()), sinks.value_or(at::Tensor())});
             return std::make_pair(result.out, result.lse);
           },
           py::call_guard<py::gil_scoped_release>());

@@ -25,36 +25,43 @@ namespace ulysses::bindings {
   group_name, cp_size, cp_rank, lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal, softmax_scale, \
       return_lse, config
 
+// The tensors of a call; joint tokens stand in q, k and v.
+#define ULYSSES_INPUT_SCHEMA "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks"
+#define ULYSSES_INPUT_PARAMETERS                                                                                     \
+  const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor>&attn_mask, \
+      const std::optional<at::Tensor>&sinks
+#define ULYSSES_INPUT_ARGUMENTS q, k, v, attn_mask, sinks
+
 // The public operation. lse is empty unless return_lse.
 inline constexpr const char* kAttentionSchema =
-    "attention(Tensor q, Tensor k, Tensor v, " ULYSSES_CALL_SCHEMA ") -> (Tensor out, Tensor lse)";
-using Attention = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                     ULYSSES_CALL_PARAMETERS);
+    "attention(" ULYSSES_INPUT_SCHEMA ", " ULYSSES_CALL_SCHEMA ") -> (Tensor out, Tensor lse)";
+using Attention = std::tuple<at::Tensor, at::Tensor>(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS);
 
 // attention plus what its backward reads; tensors that a strategy has no use for are empty.
 //   saved_q, saved_kv: what the exchange received; saved_out [Sq, B, h, D_v], saved_lse [B, h, Sq]: the local result;
 //   saved_lengths: int64, query then key tokens per rank where they were exchanged (on the CPU), else empty.
-// requires_grad_mask: bits q, k, v; compared across ranks, because backward is a collective too.
+// requires_grad_mask: processors::RequiresGrad; compared across ranks, because backward is a collective too.
 inline constexpr const char* kAttentionForwardSchema =
-    "attention_forward(Tensor q, Tensor k, Tensor v, " ULYSSES_CALL_SCHEMA
+    "attention_forward(" ULYSSES_INPUT_SCHEMA ", " ULYSSES_CALL_SCHEMA
     ", int requires_grad_mask) -> (Tensor out, Tensor lse, Tensor saved_q, Tensor saved_kv, Tensor saved_out, "
     "Tensor saved_lse, Tensor saved_lengths)";
 using AttentionForwardResult =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using AttentionForward = AttentionForwardResult(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                ULYSSES_CALL_PARAMETERS, int64_t);
+using AttentionForward = AttentionForwardResult(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS, int64_t);
 
 // q, k, v are read only where the strategy keeps shards; else they may be empty. sizes: [B, rows, H, D, kv_rows, H_kv,
-// D_v].
+// D_v], joint rows included. grad_lse: None where nobody used lse. dmask and dsinks are empty unless asked for.
 inline constexpr const char* kAttentionBackwardSchema =
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved_q, Tensor saved_kv, "
-    "Tensor saved_out, Tensor saved_lse, Tensor saved_lengths, SymInt[] sizes, " ULYSSES_CALL_SCHEMA
-    ") -> (Tensor dq, Tensor dk, Tensor dv)";
-using AttentionBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using AttentionBackward = AttentionBackwardResult(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, " ULYSSES_INPUT_SCHEMA
+    ", Tensor out, Tensor saved_q, Tensor saved_kv, Tensor saved_out, Tensor saved_lse, Tensor saved_lengths, "
+    "SymInt[] sizes, " ULYSSES_CALL_SCHEMA
+    ", int requires_grad_mask) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks)";
+using AttentionBackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using AttentionBackward = AttentionBackwardResult(const at::Tensor&, const std::optional<at::Tensor>&,
+                                                  ULYSSES_INPUT_PARAMETERS, const at::Tensor&, const at::Tensor&,
                                                   const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                  const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                  const at::Tensor&, c10::SymIntArrayRef, ULYSSES_CALL_PARAMETERS);
+                                                  const at::Tensor&, c10::SymIntArrayRef, ULYSSES_CALL_PARAMETERS,
+                                                  int64_t);
 
 // SequenceLayout.gather. grad: "sum" or "slice".
 inline constexpr const char* kGatherSequenceSchema =
@@ -70,6 +77,11 @@ using GatherSequenceBackward = at::Tensor(const at::Tensor&, c10::SymInt, std::s
 // kernels::merge_attention: differentiable ATen ops and nothing else, so autograd and tracing see through it.
 inline constexpr const char* kMergeAttentionSchema =
     "merge_attention(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)";
+
+// The identity whose backward is sum_over_ranks.
+inline constexpr const char* kSumGradSchema = "sum_grad(Tensor x, str group_name) -> Tensor";
+inline constexpr const char* kSumOverRanksSchema = "sum_over_ranks(Tensor x, str group_name) -> Tensor";
+using SumOverRanks = at::Tensor(const at::Tensor&, std::string_view);
 
 // An op of this library, to be called through the dispatcher. Look it up once and keep it.
 template <typename Signature>

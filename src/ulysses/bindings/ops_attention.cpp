@@ -1,11 +1,14 @@
 // The attention ops on real tensors: everything below autograd and tracing.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <torch/library.h>
 
 #include "ulysses/bindings/ops.h"
 #include "ulysses/bindings/ops_call.h"
+#include "ulysses/exchange/token_rows.h"
 #include "ulysses/processors/attend_runs.h"
 #include "ulysses/processors/kernel_processor.h"
 #include "ulysses/processors/tensor_spec.h"
@@ -14,6 +17,7 @@ namespace ulysses::bindings {
 namespace {
 
 using processors::AttentionTrace;
+using processors::CallTensors;
 using strategy::AttentionPlan;
 using strategy::Qkv;
 using strategy::Strategy;
@@ -36,10 +40,11 @@ at::Tensor lengths_tensor(const AttentionPlan& plan, const contract::AttentionOp
   return at::tensor(lengths, at::kLong);
 }
 
-AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requires_grad_mask) {
+AttentionForwardResult forward(const Qkv& qkv, const CallTensors& extras, const OpCall& call,
+                               int64_t requires_grad_mask) {
   const exchange::Group group = exchange::Group::resolve(std::string(call.group_name));
   const contract::AttentionOptions options = call.options();
-  const AttentionTrace trace = processors::kernel_processor().run(qkv, group, options, requires_grad_mask);
+  const AttentionTrace trace = processors::kernel_processor().run(qkv, extras, group, options, requires_grad_mask);
   const Strategy& strategy = strategy::strategy_for(options.strategy, trace.plan);
   const auto plain = qkv.q.options().requires_grad(false);
   const at::Tensor saved_lse = own(trace.local.lse);
@@ -55,13 +60,14 @@ AttentionForwardResult forward(const Qkv& qkv, const OpCall& call, int64_t requi
 }
 
 // The plan of the forward again, from what its ops saved.
-AttentionPlan saved_plan(const contract::AttentionOptions& options, const OpCall& call, const at::Tensor& saved_lengths,
-                         const std::vector<int64_t>& sizes) {
+AttentionPlan saved_plan(const contract::AttentionOptions& options, const OpCall& call, const CallTensors& extras,
+                         const at::Tensor& saved_lengths, const std::vector<int64_t>& sizes) {
   contract::AttentionSpec spec;
   static_cast<contract::AttentionOptions&>(spec) = options;
   spec.cp_rank = call.cp_rank;
   spec.cp_size = call.cp_size;
-  if (!spec.kv_layout) spec.kv_layout = spec.layout;
+  if (!spec.kv_layout && spec.kv_role != "replicated") spec.kv_layout = spec.layout;
+  if (extras.attn_mask.defined()) spec.attn_mask = processors::tensor_spec(extras.attn_mask, false);
   spec.q.sizes = {sizes[0], sizes[1], sizes[2], sizes[3]};
   spec.k.sizes = {sizes[0], sizes[4], sizes[5], sizes[3]};
   spec.v.sizes = {sizes[0], sizes[4], sizes[5], sizes[6]};
@@ -74,55 +80,90 @@ AttentionPlan saved_plan(const contract::AttentionOptions& options, const OpCall
   return strategy::make_plan(spec, exchanged);
 }
 
+// Partial: this rank's heads, or this rank's queries.
+at::Tensor grad_of_sinks(const at::Tensor& sinks, const at::Tensor& grad, const strategy::LocalWork& work) {
+  at::Tensor whole = at::zeros_like(sinks, sinks.options().requires_grad(false));
+  if (grad.defined()) whole.narrow(0, work.q_head_begin, grad.size(0)).copy_(grad);
+  return whole;
+}
+
 struct Saved {
   Qkv shards;
+  CallTensors extras;
   at::Tensor out;
   strategy::Buffers buffers;
   kernels::KernelOutput local;
   at::Tensor lengths;
 };
 
-AttentionBackwardResult backward(const at::Tensor& grad_out, const Saved& saved, const std::vector<int64_t>& sizes,
-                                 const OpCall& call) {
-  const exchange::Group group = exchange::Group::resolve(std::string(call.group_name));
-  const contract::AttentionOptions options = call.options();
-  const AttentionPlan plan = saved_plan(options, call, saved.lengths, sizes);
-  const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
-  const strategy::LocalWork work = strategy.local_work(plan);
-  kernels::KernelOutput local = saved.local;
-  local.out =
-      strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : saved.out.narrow(1, 0, plan.length());
-
-  const at::Tensor grad_local = strategy.restore_backward(plan, grad_out, group);
-  const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
-  const Qkv grads = processors::attend_runs_backward(work, views, local, grad_local,
-                                                     processors::attend_call(options, plan, work, /*trains=*/true));
-  const Qkv shards = strategy.exchange_backward(plan, grads, group);
-  return {own(shards.q), own(shards.k), own(shards.v)};
+// Zeros in place of a gradient that nobody asked for: whether a rank's loss uses lse is its own affair, and the
+// exchange is everybody's.
+kernels::KernelOutput grads_to_send(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
+                                    const AttentionPlan& plan) {
+  if (!plan.return_lse || (grad_lse && grad_lse->defined())) return {grad_out, grad_lse.value_or(at::Tensor())};
+  const auto dtype = exchange::accumulate_dtype(grad_out.scalar_type());
+  return {grad_out, at::zeros({grad_out.size(0), grad_out.size(2), grad_out.size(1)}, grad_out.options().dtype(dtype))};
 }
 
-AttentionForwardResult attention_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                         ULYSSES_CALL_PARAMETERS, int64_t requires_grad_mask) {
+AttentionBackwardResult backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
+                                 const Saved& saved, const std::vector<int64_t>& sizes, const OpCall& call,
+                                 int64_t requires_grad_mask) {
+  const exchange::Group group = exchange::Group::resolve(std::string(call.group_name));
+  const contract::AttentionOptions options = call.options();
+  const AttentionPlan plan = saved_plan(options, call, saved.extras, saved.lengths, sizes);
+  const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
+  strategy::LocalWork work = strategy.local_work(plan);
+  strategy::LocalMask mask = strategy::local_mask(saved.extras.attn_mask, plan, strategy, work, grad_out.device(), group);
+  kernels::KernelOutput local = saved.local;
+  local.out = strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1)
+                                                  : strategy.local_rows(plan, saved.out);
+
+  kernels::KernelOutput grad = strategy.restore_backward(plan, grads_to_send(grad_out, grad_lse, plan), group);
+  if (grad.lse.defined() && !grad.lse.any().item<bool>()) grad.lse = at::Tensor();  // the kernel may stay the forward's
+  const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
+  const processors::AttendWork todo = processors::attend_work(options, plan, std::move(work), std::move(mask),
+                                                              saved.extras.sinks, /*trains=*/true);
+  const bool mask_needs_grad = (requires_grad_mask & processors::kGradMask) != 0;
+  const processors::LocalGrads grads = processors::attend_runs_backward(todo, views, local, grad, mask_needs_grad);
+  const Qkv shards = strategy.exchange_backward(plan, grads.views, group);
+  const at::Tensor none = at::empty({0}, grad_out.options());
+  const auto& [attn_mask, sinks] = saved.extras;
+  return {own(shards.q), own(shards.k), own(shards.v),
+          mask_needs_grad ? strategy::grad_of_mask(attn_mask, grads.dmask, todo.mask, todo.work) : none,
+          sinks.defined() ? grad_of_sinks(sinks, grads.dsinks, todo.work) : at::empty({0}, grad_out.options())};
+}
+
+CallTensors extras_of(const std::optional<at::Tensor>& attn_mask, const std::optional<at::Tensor>& sinks) {
+  return {attn_mask.value_or(at::Tensor()), sinks.value_or(at::Tensor())};
+}
+
+AttentionForwardResult attention_forward(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS,
+                                         int64_t requires_grad_mask) {
   AttentionForwardResult result;
-  translate_errors([&] { result = forward({q, k, v}, {ULYSSES_CALL_ARGUMENTS}, requires_grad_mask); });
+  translate_errors([&] {
+    result = forward({q, k, v}, extras_of(attn_mask, sinks), {ULYSSES_CALL_ARGUMENTS}, requires_grad_mask);
+  });
   return result;
 }
 
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                             ULYSSES_CALL_PARAMETERS) {
-  AttentionForwardResult result = attention_forward(q, k, v, ULYSSES_CALL_ARGUMENTS, /*requires_grad_mask=*/0);
+std::tuple<at::Tensor, at::Tensor> attention(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS) {
+  AttentionForwardResult result =
+      attention_forward(ULYSSES_INPUT_ARGUMENTS, ULYSSES_CALL_ARGUMENTS, /*requires_grad_mask=*/0);
   return {std::get<0>(result), std::get<1>(result)};
 }
 
-AttentionBackwardResult attention_backward(const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const at::Tensor& out, const at::Tensor& saved_q,
+AttentionBackwardResult attention_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
+                                           ULYSSES_INPUT_PARAMETERS, const at::Tensor& out, const at::Tensor& saved_q,
                                            const at::Tensor& saved_kv, const at::Tensor& saved_out,
                                            const at::Tensor& saved_lse, const at::Tensor& saved_lengths,
-                                           c10::SymIntArrayRef sizes, ULYSSES_CALL_PARAMETERS) {
+                                           c10::SymIntArrayRef sizes, ULYSSES_CALL_PARAMETERS,
+                                           int64_t requires_grad_mask) {
   AttentionBackwardResult result;
   translate_errors([&] {
-    const Saved saved{{q, k, v}, out, {saved_q, saved_kv}, {saved_out, saved_lse}, saved_lengths};
-    result = backward(grad_out, saved, C10_AS_INTARRAYREF_SLOW(sizes).vec(), {ULYSSES_CALL_ARGUMENTS});
+    const Saved saved{{q, k, v}, extras_of(attn_mask, sinks), out, {saved_q, saved_kv}, {saved_out, saved_lse},
+                      saved_lengths};
+    result = backward(grad_out, grad_lse, saved, C10_AS_INTARRAYREF_SLOW(sizes).vec(), {ULYSSES_CALL_ARGUMENTS},
+                      requires_grad_mask);
   });
   return result;
 }

@@ -9,6 +9,7 @@
 #include "ulysses/bindings/ops_call.h"
 #include "ulysses/contract/options_text.h"
 #include "ulysses/partition/head_ranges.h"
+#include "ulysses/processors/attention_processor.h"
 
 namespace ulysses::bindings {
 namespace {
@@ -32,9 +33,15 @@ struct Tokens {
   SymInt local, global;
 };
 
-Tokens tokens_of(const at::Tensor& tensor, c10::SymIntArrayRef lengths, const OpCall& call) {
+Tokens tokens_of(const at::Tensor& tensor, c10::SymIntArrayRef lengths, const OpCall& call, int64_t joint_len) {
   if (!lengths.empty()) return {lengths[static_cast<size_t>(call.cp_rank)], sum(lengths)};
-  return {tensor.sym_size(1), tensor.sym_size(1) * call.cp_size};
+  const SymInt rows = tensor.sym_size(1) - joint_len;
+  return {rows, rows * call.cp_size};
+}
+
+// The joint queries that a rank of allgather_kv takes.
+int64_t joint_share(int64_t joint_len, const OpCall& call) {
+  return joint_len / call.cp_size + (call.cp_rank < joint_len % call.cp_size ? 1 : 0);
 }
 
 bool split_layouts(const at::Tensor& q, const at::Tensor& k, const OpCall& call) {
@@ -57,6 +64,7 @@ void refuse_unknown_lengths(const contract::UlyssesContextParallelPolicy& policy
 
 AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, OpCall call) {
   const contract::AttentionOptions options = contract::options_from_text(call.config);
+  const int64_t joint = options.joint_len;
   refuse_unknown_lengths(options.policy, call);
   if (call.kv_lengths.empty()) call.kv_lengths = call.lengths;
   const auto self = static_cast<size_t>(call.cp_rank);
@@ -65,8 +73,8 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   const SymInt d_v = v.sym_size(3);
   const int64_t num_heads = q.sym_size(2).guard_int(__FILE__, __LINE__);
   const int64_t num_kv_heads = k.sym_size(2).guard_int(__FILE__, __LINE__);
-  const Tokens q_tokens = tokens_of(q, call.lengths, call);
-  const Tokens kv_tokens = tokens_of(k, call.kv_lengths, call);
+  const Tokens q_tokens = tokens_of(q, call.lengths, call, joint);
+  const Tokens kv_tokens = tokens_of(k, call.kv_lengths, call, joint);
 
   const auto plain = q.options();
   const auto lse_options = plain.dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
@@ -74,15 +82,17 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   const at::Tensor lse = call.return_lse ? empty({batch, num_heads, q.sym_size(1)}, lse_options) : nothing(lse_options);
   const at::Tensor no_lengths = nothing(plain.dtype(at::kLong));
 
-  if (call.cp_size == 1 || options.strategy == "allgather_kv") {
+  const bool is_local = call.cp_size == 1 || options.kv_role == "replicated";
+  if (is_local || options.strategy == "allgather_kv") {
     const at::Tensor saved_kv =
-        call.cp_size == 1 ? nothing(plain) : empty({kv_tokens.global, batch, num_kv_heads * (d + d_v)}, plain);
+        is_local ? nothing(plain) : empty({joint + kv_tokens.global, batch, num_kv_heads * (d + d_v)}, plain);
+    const int64_t joint_queries = is_local ? joint : joint_share(joint, call);
     return {out,
             lse,
             nothing(plain),
             saved_kv,
             nothing(plain),
-            empty({batch, num_heads, q_tokens.local}, lse_options),
+            empty({batch, num_heads, joint_queries + q_tokens.local}, lse_options),
             no_lengths};
   }
   const partition::HeadRanges heads = partition::head_ranges(num_heads, num_kv_heads, call.cp_size);
@@ -93,10 +103,10 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   const SymInt q_row = split ? h * d : h * d + kv_row;
   return {out,
           lse,
-          empty({q_tokens.global, batch, q_row}, plain),
-          split ? empty({kv_tokens.global, batch, kv_row}, plain) : nothing(plain),
-          empty({q_tokens.global, batch, h, d_v}, plain),
-          empty({batch, h, q_tokens.global}, lse_options),
+          empty({joint + q_tokens.global, batch, q_row}, plain),
+          split ? empty({joint + kv_tokens.global, batch, kv_row}, plain) : nothing(plain),
+          empty({joint + q_tokens.global, batch, h, d_v}, plain),
+          empty({batch, h, joint + q_tokens.global}, lse_options),
           no_lengths};
 }
 
@@ -105,12 +115,12 @@ bool is_real_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)
   return !q.is_meta() || !k.is_meta() || !v.is_meta();
 }
 
-AttentionForwardResult attention_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                              ULYSSES_CALL_PARAMETERS, int64_t requires_grad_mask) {
+AttentionForwardResult attention_forward_meta(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS,
+                                              int64_t requires_grad_mask) {
   if (is_real_call(q, k, v)) {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("ulysses::attention_forward", "").typed<AttentionForward>();
-    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, ULYSSES_CALL_ARGUMENTS,
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), ULYSSES_INPUT_ARGUMENTS, ULYSSES_CALL_ARGUMENTS,
                          requires_grad_mask);
   }
   AttentionForwardResult result;
@@ -118,21 +128,24 @@ AttentionForwardResult attention_forward_meta(const at::Tensor& q, const at::Ten
   return result;
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                  ULYSSES_CALL_PARAMETERS) {
-  const AttentionForwardResult result = attention_forward_meta(q, k, v, ULYSSES_CALL_ARGUMENTS, 0);
+std::tuple<at::Tensor, at::Tensor> attention_meta(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS) {
+  const AttentionForwardResult result = attention_forward_meta(ULYSSES_INPUT_ARGUMENTS, ULYSSES_CALL_ARGUMENTS, 0);
   return {std::get<0>(result), std::get<1>(result)};
 }
 
-AttentionBackwardResult attention_backward_meta(const at::Tensor& grad_out, const at::Tensor&, const at::Tensor&,
+AttentionBackwardResult attention_backward_meta(const at::Tensor& grad_out, const std::optional<at::Tensor>&,
+                                                ULYSSES_INPUT_PARAMETERS, const at::Tensor&, const at::Tensor&,
                                                 const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                const at::Tensor&, c10::SymIntArrayRef sizes, ULYSSES_CALL_PARAMETERS) {
-  (void)std::forward_as_tuple(ULYSSES_CALL_ARGUMENTS);
+                                                const at::Tensor&, c10::SymIntArrayRef sizes, ULYSSES_CALL_PARAMETERS,
+                                                int64_t requires_grad_mask) {
+  (void)std::forward_as_tuple(ULYSSES_INPUT_ARGUMENTS, ULYSSES_CALL_ARGUMENTS);
   const auto options = grad_out.options();
+  const auto like = [](const at::Tensor& x) { return empty(x.sym_sizes().vec(), x.options()); };
   return {empty({sizes[0], sizes[1], sizes[2], sizes[3]}, options),
           empty({sizes[0], sizes[4], sizes[5], sizes[3]}, options),
-          empty({sizes[0], sizes[4], sizes[5], sizes[6]}, options)};
+          empty({sizes[0], sizes[4], sizes[5], sizes[6]}, options),
+          (requires_grad_mask & processors::kGradMask) != 0 ? like(*attn_mask) : nothing(options),
+          sinks ? like(*sinks) : nothing(options)};
 }
 
 }  // namespace

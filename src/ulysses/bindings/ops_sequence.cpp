@@ -1,4 +1,4 @@
-// gather_sequence: the differentiable end of a sharded sequence.
+// gather_sequence, the differentiable end of a sharded sequence, and sum_grad, the beginning of a replicated one.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -92,20 +92,57 @@ at::Tensor gather_sequence_autograd(const at::Tensor& x_local, std::string_view 
   return GatherFunction::apply(x_local, group_name, cp_rank, lengths, dim, grad);
 }
 
+at::Tensor sum_grad(const at::Tensor& x, std::string_view) { return x.clone(); }
+
+at::Tensor sum_over_ranks(const at::Tensor& x, std::string_view group_name) {
+  at::Tensor sum;
+  translate_errors([&] { sum = exchange::sum_over_ranks(x, Group::resolve(std::string(group_name))); });
+  return sum;
+}
+
+at::Tensor like(const at::Tensor& x, std::string_view) {
+  return at::empty_symint(x.sym_sizes(), x.options().requires_grad(false));
+}
+
+struct SumGradFunction : torch::autograd::Function<SumGradFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, std::string_view group_name) {
+    static const auto op = find_op<SumOverRanks>("ulysses::sum_grad");
+    context->saved_data["group_name"] = std::string(group_name);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(x, group_name);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    static const auto op = find_op<SumOverRanks>("ulysses::sum_over_ranks");
+    translate_errors([] { processors::refuse_second_derivative(); });
+    return {op.call(grads[0], context->saved_data["group_name"].toStringRef()), {}};
+  }
+};
+
+at::Tensor sum_grad_autograd(const at::Tensor& x, std::string_view group_name) {
+  return SumGradFunction::apply(x, group_name);
+}
+
+void register_kernels(torch::Library& library) {
+  library.impl("gather_sequence", gather_sequence);
+  library.impl("gather_sequence_backward", gather_sequence_backward);
+  library.impl("sum_grad", sum_grad);
+  library.impl("sum_over_ranks", sum_over_ranks);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ulysses, CPU, library) {
-  library.impl("gather_sequence", gather_sequence);
-  library.impl("gather_sequence_backward", gather_sequence_backward);
-}
-TORCH_LIBRARY_IMPL(ulysses, CUDA, library) {
-  library.impl("gather_sequence", gather_sequence);
-  library.impl("gather_sequence_backward", gather_sequence_backward);
-}
+TORCH_LIBRARY_IMPL(ulysses, CPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(ulysses, CUDA, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(ulysses, Meta, library) {
   library.impl("gather_sequence", gather_sequence_meta);
   library.impl("gather_sequence_backward", gather_sequence_backward_meta);
+  library.impl("sum_grad", like);
+  library.impl("sum_over_ranks", like);
 }
-TORCH_LIBRARY_IMPL(ulysses, Autograd, library) { library.impl("gather_sequence", gather_sequence_autograd); }
+TORCH_LIBRARY_IMPL(ulysses, Autograd, library) {
+  library.impl("gather_sequence", gather_sequence_autograd);
+  library.impl("sum_grad", sum_grad_autograd);
+}
 
 }  // namespace ulysses::bindings

@@ -16,12 +16,12 @@ struct CallFacts {
 
   const AttentionSpec& spec;
   bool q_is_4d, k_is_4d, v_is_4d;
-  int64_t batch = -1, q_rows = -1, num_heads = -1, head_dim = -1;  // of q
+  int64_t batch = -1, q_rows = -1, num_heads = -1, head_dim = -1;  // of q; rows without joint tokens
   int64_t k_rows = -1, num_kv_heads = -1;                          // of k
   int64_t v_head_dim = -1;                                         // of v
   bool group_is_legal;                                             // cp_size > 0, cp_rank inside
   const LayoutSpec* q_layout = nullptr;                            // legal lengths, one per rank of the group
-  const LayoutSpec* kv_layout = nullptr;  // the same for k and v; q's own where the caller gave none
+  const LayoutSpec* kv_layout = nullptr;  // the same for k and v; q's own where the caller gave none; null for replicated K/V
 };
 
 using CallProblems = std::vector<base::Problem>;
@@ -30,6 +30,8 @@ using CallRule = CallProblems (*)(const CallFacts&);
 // The rules by subject; check_attention runs all of them and sorts what they report by id.
 std::span<const CallRule> sequence_rules();  // CP002–CP015
 std::span<const CallRule> tensor_rules();    // CP020–CP024
+std::span<const CallRule> mask_rules();      // CP022, CP027, CP028, CP040
+std::span<const CallRule> extra_rules();     // CP029, CP034, CP043, CP044
 std::span<const CallRule> option_rules();    // CP001, CP025–CP050
 
 // The problems of a layout's lists, whatever the call: CP012.

@@ -19,6 +19,12 @@ const LayoutSpec* usable(const std::optional<LayoutSpec>& layout, int64_t cp_siz
   return check_layout_lists("layout", *layout) ? nullptr : &*layout;
 }
 
+// The usable layout of k and v.
+const LayoutSpec* layout_of_keys(const AttentionSpec& spec, const LayoutSpec* q_layout) {
+  if (spec.kv_role == "replicated") return nullptr;
+  return spec.kv_layout ? usable(spec.kv_layout, spec.cp_size) : q_layout;
+}
+
 void add_shard_features(const LayoutSpec& layout, std::vector<Feature>& features) {
   const auto& lengths = layout.lengths;
   const bool equal = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
@@ -37,7 +43,26 @@ void add_head_features(const AttentionSpec& spec, std::vector<Feature>& features
   if (kv_heads < spec.cp_size) features.push_back(Feature::kFewerKvHeadsThanRanks);
 }
 
+void add_mask_features(const AttentionSpec& spec, std::vector<Feature>& features) {
+  const TensorSpec& mask = *spec.attn_mask;
+  features.push_back(Feature::kAttnMask);
+  if (mask.is_floating) features.push_back(Feature::kAdditiveMask);
+  if (mask.requires_grad) features.push_back(Feature::kMaskGradient);
+  if (mask.sizes.size() != 4 || !is_4d(spec.q) || !is_4d(spec.k)) return;
+  const MaskAxes axes = mask_axes(spec);
+  if (axes.q != MaskAxis::kBroadcast) features.push_back(Feature::kQueryMask);
+  if (mask.sizes[1] > 1) features.push_back(Feature::kHeadMask);
+  if (axes.q == MaskAxis::kLocal || axes.kv == MaskAxis::kLocal) features.push_back(Feature::kShardedMask);
+}
+
+void add_joint_features(const AttentionSpec& spec, std::vector<Feature>& features) {
+  features.push_back(Feature::kJointTokens);
+  if (spec.joint_position == "suffix") features.push_back(Feature::kJointSuffix);
+  if (!spec.joint_valid_lens.empty()) features.push_back(Feature::kJointValidLens);
+}
+
 bool lengths_cross(const AttentionSpec& spec) {
+  if (spec.kv_role == "replicated") return false;
   if (spec.kv_layout) return !spec.layout || spec.layout->lengths != spec.kv_layout->lengths;
   return is_4d(spec.q) && is_4d(spec.k) && spec.q.sizes[1] != spec.k.sizes[1];
 }
@@ -51,15 +76,15 @@ CallFacts::CallFacts(const AttentionSpec& call)
       v_is_4d(is_4d(call.v)),
       group_is_legal(call.cp_size > 0 && call.cp_rank >= 0 && call.cp_rank < call.cp_size),
       q_layout(usable(call.layout, call.cp_size)),
-      kv_layout(call.kv_layout ? usable(call.kv_layout, call.cp_size) : q_layout) {
+      kv_layout(layout_of_keys(call, q_layout)) {
   if (q_is_4d) {
     batch = call.q.sizes[0];
-    q_rows = call.q.sizes[1];
+    q_rows = std::max<int64_t>(-1, call.q.sizes[1] - call.joint_len);
     num_heads = call.q.sizes[2];
     head_dim = call.q.sizes[3];
   }
   if (k_is_4d) {
-    k_rows = call.k.sizes[1];
+    k_rows = std::max<int64_t>(-1, call.k.sizes[1] - call.joint_len);
     num_kv_heads = call.k.sizes[2];
   }
   if (v_is_4d) v_head_dim = call.v.sizes[3];
@@ -80,6 +105,12 @@ std::vector<Feature> features_of(const AttentionSpec& spec) {
   if (spec.causal_alignment == "bottom_right") features.push_back(Feature::kBottomRightCausal);
   if (spec.softmax_scale) features.push_back(Feature::kSoftmaxScale);
   if (spec.return_lse) features.push_back(Feature::kReturnLse);
+  const bool trains = spec.q.requires_grad || spec.k.requires_grad || spec.v.requires_grad;
+  if (spec.return_lse && trains) features.push_back(Feature::kLseGradient);
+  if (spec.attn_mask) add_mask_features(spec, features);
+  if (spec.joint_len > 0) add_joint_features(spec, features);
+  if (spec.sinks) features.push_back(Feature::kSinks);
+  if (spec.softcap) features.push_back(Feature::kSoftcap);
   if (spec.outer == "allgather_kv") features.push_back(Feature::kHybridDegree);  // it steers nothing else
   if (spec.kv_role == "replicated") features.push_back(Feature::kReplicatedKv);
   if (spec.qkv_format == "bhsd" || spec.qkv_format == "sbhd") features.push_back(Feature::kQkvFormat);
@@ -91,7 +122,7 @@ std::vector<Feature> features_of(const AttentionSpec& spec) {
 std::vector<Problem> check_attention(const AttentionSpec& spec) {
   const CallFacts facts(spec);
   CallProblems problems;
-  for (const auto rules : {sequence_rules(), tensor_rules(), option_rules()}) {
+  for (const auto rules : {sequence_rules(), tensor_rules(), mask_rules(), extra_rules(), option_rules()}) {
     for (const CallRule rule : rules) {
       for (Problem& problem : rule(facts)) problems.push_back(std::move(problem));
     }

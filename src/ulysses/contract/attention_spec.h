@@ -44,6 +44,13 @@ struct AttentionOptions {
   bool is_causal = false;
   bool return_lse = false;
   std::optional<double> softmax_scale;  // default 1 / sqrt(D)
+  std::optional<double> softcap;        // softcap · tanh(scores / softcap)
+  std::string mask_q, mask_kv;          // declared axes of the mask: "local", "global", "broadcast"; "" = by size
+  // Joint tokens stand in q, k and v, in front of this rank's rows or behind them, equal on every rank.
+  int64_t joint_len = 0;
+  std::string joint_position = "prefix";
+  std::vector<int64_t> joint_valid_lens;  // per sequence of the batch; empty: all of them
+  std::string joint_problem;              // why the caller's joint tokens could not be put beside q, k and v
   std::vector<Feature> requested;       // features asked for by arguments that no field above describes
 };
 
@@ -51,7 +58,10 @@ struct AttentionOptions {
 // every rule is decided from this before the first collective.
 struct AttentionSpec : AttentionOptions {
   std::string op = "ulysses_attention";
-  TensorSpec q, k, v;
+  TensorSpec q, k, v;                   // joint tokens included
+  std::optional<TensorSpec> attn_mask;  // [B, S_kv] or [B|1, H|1, S_q|1, S_kv]
+  std::optional<TensorSpec> sinks;      // [H]
+  bool mask_is_gathered = false;        // an earlier call has gathered this very mask: no rank may gather it again
   int64_t cp_rank = 0;
   int64_t cp_size = 1;  // size of the group
 
@@ -59,6 +69,22 @@ struct AttentionSpec : AttentionOptions {
   std::vector<std::string> known_backends;
   std::vector<std::string> backend_supports;  // AttendCall fields that the backend declares
 };
+
+// Which tokens an axis of a mask stands for.
+enum class MaskAxis {
+  kBroadcast,  // one entry for all
+  kLocal,      // this rank's rows, padding included
+  kGlobal,     // the real tokens of all ranks, joint tokens included
+};
+
+struct MaskAxes {
+  MaskAxis q = MaskAxis::kBroadcast;
+  MaskAxis kv = MaskAxis::kGlobal;
+  bool operator==(const MaskAxes&) const = default;
+};
+
+// How the mask of a legal call is read.
+MaskAxes mask_axes(const AttentionSpec& spec);
 
 // Every feature that the call uses, from its fields and `requested`; the operation's refusals are read from the
 // capability table for exactly these.

@@ -55,10 +55,35 @@ void add_shapes(FingerprintFields& fields, const AttentionSpec& spec) {
   fields.emplace_back("dtype", spec.q.dtype);
   fields.emplace_back("device_type", device_type(spec.q.device));
   fields.emplace_back("layout", layout_text(spec.layout));
+  const bool replicated = spec.kv_role == "replicated";
+  if (replicated) fields.emplace_back("kv_len", axis(spec.k, 1));
   fields.emplace_back("kv_layout", layout_text(spec.kv_layout));
   if (spec.policy.sequence_mode() == SequenceMode::kUneven || spec.layout) return;
   fields.emplace_back("seq_len_local", axis(spec.q, 1));
-  if (!spec.kv_layout) fields.emplace_back("kv_len_local", axis(spec.k, 1));
+  if (!spec.kv_layout && !replicated) fields.emplace_back("kv_len_local", axis(spec.k, 1));
+}
+
+std::string_view axis_word(MaskAxis axis) {
+  return axis == MaskAxis::kBroadcast ? "broadcast" : axis == MaskAxis::kLocal ? "local" : "global";
+}
+
+// What only some calls have; left out of every other fingerprint.
+void add_extras(FingerprintFields& fields, const AttentionSpec& spec) {
+  if (spec.softcap) fields.emplace_back("softcap", exact(spec.softcap));
+  if (spec.sinks) fields.emplace_back("sinks", spec.sinks->dtype);
+  if (spec.joint_len > 0) {
+    fields.emplace_back("joint_len", cat(spec.joint_len));
+    fields.emplace_back("joint.position", spec.joint_position);
+    fields.emplace_back("joint.valid_lens", join(spec.joint_valid_lens));
+  }
+  if (!spec.attn_mask || spec.attn_mask->sizes.empty()) return;
+  const MaskAxes axes = mask_axes(spec);
+  const bool is_4d = spec.attn_mask->sizes.size() == 4;
+  fields.emplace_back("attn_mask.dtype", spec.attn_mask->dtype);
+  fields.emplace_back("attn_mask.batch", cat(spec.attn_mask->sizes[0]));
+  fields.emplace_back("attn_mask.num_heads", cat(is_4d ? spec.attn_mask->sizes[1] : 1));
+  fields.emplace_back("attn_mask.axes", cat(axis_word(axes.q), ", ", axis_word(axes.kv)));
+  fields.emplace_back("attn_mask.is_gathered", flag(spec.mask_is_gathered));
 }
 
 std::string requires_grad_text(int64_t mask) {
@@ -66,6 +91,8 @@ std::string requires_grad_text(int64_t mask) {
   if (mask & 1) names.emplace_back("q");
   if (mask & 2) names.emplace_back("k");
   if (mask & 4) names.emplace_back("v");
+  if (mask & 8) names.emplace_back("attn_mask");
+  if (mask & 16) names.emplace_back("sinks");
   return names.empty() ? "none" : join(names);
 }
 
@@ -88,6 +115,7 @@ FingerprintFields fingerprint_fields(const AttentionSpec& spec, int64_t requires
   fields.emplace_back("is_causal", flag(spec.is_causal));
   fields.emplace_back("return_lse", flag(spec.return_lse));
   fields.emplace_back("softmax_scale", exact(spec.softmax_scale));
+  add_extras(fields, spec);
   std::vector<std::string_view> requested;
   for (const Feature feature : spec.requested) requested.push_back(to_string(feature));
   fields.emplace_back("requested", join(requested));

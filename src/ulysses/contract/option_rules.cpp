@@ -31,6 +31,18 @@ CallProblems softmax_scale_rule(const CallFacts& facts) {
            .fix = fix + ')'}};
 }
 
+// The policy's own rule has refused what is the sequence dimension of no format.
+CallProblems restore_dim_rule(const CallFacts& facts) {
+  const AttentionSpec& spec = facts.spec;
+  const int64_t wanted = sequence_dim(spec.qkv_format);
+  const int64_t got = spec.policy.output_restore_dim;
+  if (got == wanted || got < 0 || got > 2) return {};
+  return {invalid("CP005",
+                  cat("output_restore_dim=", got, " is not the sequence dimension of qkv_format=\"", spec.qkv_format,
+                      '"'),
+                  "The output is restored on the dimension that was sharded", cat("output_restore_dim=", wanted))};
+}
+
 CallProblems requested_size_rule(const CallFacts& facts) {
   const auto& requested = facts.spec.requested_cp_size;
   if (!requested || *requested == facts.spec.cp_size) return {};
@@ -67,7 +79,8 @@ CallProblems words_rule(const CallFacts& facts) {
   const AttentionSpec& spec = facts.spec;
   static const Words kAgreements = {"auto", "always", "off"}, kFormats = {"bshd", "bhsd", "sbhd"},
                      kRoles = {"sharded", "replicated"}, kAlignments = {"top_left", "bottom_right"},
-                     kOuters = {"ring", "allgather_kv"}, kOrders = {"contiguous", "head_tail"};
+                     kOuters = {"ring", "allgather_kv"}, kOrders = {"contiguous", "head_tail"},
+                     kPositions = {"prefix", "suffix"};
   CallProblems problems;
   // The words behind the first ask for a feature; a fix names them only if a strategy offers it.
   const auto check = [&problems](std::string_view name, const std::string& value, const Words& known,
@@ -81,6 +94,7 @@ CallProblems words_rule(const CallFacts& facts) {
   check("qkv_format", spec.qkv_format, kFormats, Feature::kQkvFormat);
   check("kv_role", spec.kv_role, kRoles, Feature::kReplicatedKv);
   check("causal_alignment", spec.causal_alignment, kAlignments, Feature::kBottomRightCausal);
+  check("joint.position", spec.joint_position, kPositions, Feature::kJointSuffix);
   check("outer", spec.outer, kOuters, Feature::kHybridDegree);
   if (spec.layout) check("layout.order", spec.layout->order, kOrders, Feature::kHeadTailOrder);
   if (spec.kv_layout) check("kv_layout.order", spec.kv_layout->order, kOrders, Feature::kHeadTailOrder);
@@ -135,13 +149,17 @@ CallProblems backend_supports_rule(const CallFacts& facts) {
   // Ulysses hands attend() the whole sequence; here a rank's queries start in the middle of it.
   const bool local_queries = spec.strategy == "allgather_kv" && spec.cp_size > 1;
   if (spec.is_causal && local_queries && !declared("q_positions")) refuse("q_positions", "strategy=\"ulysses\"");
+  if (spec.attn_mask && !declared("attn_mask")) refuse("attn_mask", "attn_mask=None");
+  if (!spec.joint_valid_lens.empty() && !declared("attn_mask")) refuse("attn_mask", "joint.valid_lens=None");
+  if (spec.sinks && !declared("sinks")) refuse("sinks", "sinks=None");
+  if (spec.softcap && !declared("softcap")) refuse("softcap", "softcap=None");
   if (spec.return_lse && !declared("need_lse")) refuse("need_lse", "return_lse=False");
   return problems;
 }
 
-constexpr std::array<CallRule, 8> kRules = {
-    backend_rule, softmax_scale_rule, requested_size_rule, strategy_rule,
-    kernel_rule,  words_rule,         capability_rule,     backend_supports_rule,
+constexpr std::array<CallRule, 9> kRules = {
+    backend_rule, softmax_scale_rule, restore_dim_rule, requested_size_rule,   strategy_rule,
+    kernel_rule,  words_rule,         capability_rule,  backend_supports_rule,
 };
 
 }  // namespace

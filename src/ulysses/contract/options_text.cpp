@@ -73,6 +73,16 @@ const std::map<std::string, Setter, std::less<>>& setters() {
       {"kv_role", text_field(&AttentionOptions::kv_role)},
       {"causal_alignment", text_field(&AttentionOptions::causal_alignment)},
       {"outer", text_field(&AttentionOptions::outer)},
+      {"softcap", [](ParsedOptions& p, const std::string& v) { p.options.softcap = std::strtod(v.c_str(), nullptr); }},
+      {"mask_q", text_field(&AttentionOptions::mask_q)},
+      {"mask_kv", text_field(&AttentionOptions::mask_kv)},
+      {"joint_len", [](ParsedOptions& p, const std::string& v) { p.options.joint_len = to_int64(v); }},
+      {"joint_position", text_field(&AttentionOptions::joint_position)},
+      {"joint_valid_lens",
+       [](ParsedOptions& p, const std::string& v) {
+         for (const std::string& len : split(v, ',')) p.options.joint_valid_lens.push_back(to_int64(len));
+       }},
+      {"joint_problem", text_field(&AttentionOptions::joint_problem)},
       {"cp_size", [](ParsedOptions& p, const std::string& v) { p.options.requested_cp_size = to_int64(v); }},
       {"cp_rank", [](ParsedOptions& p, const std::string& v) { p.layout.cp_rank = to_int64(v); }},
       {"kv_cp_rank", [](ParsedOptions& p, const std::string& v) { p.kv_layout.cp_rank = to_int64(v); }},

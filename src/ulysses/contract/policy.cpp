@@ -14,7 +14,6 @@ using base::cat;
 using base::join;
 using base::Problem;
 
-constexpr int64_t kSequenceDim = 1;  // of "bshd"
 constexpr std::string_view kBaseProcessor = "UlyssesAttentionProcessor";
 constexpr std::string_view kOp = "ulysses_attention";
 
@@ -29,7 +28,7 @@ constexpr std::array<PolicyField, 8> kFields = {{
      "a length that does not divide is padded at its end (True) or refused with the padded length (False)"},
     {"pad_multiple", "8", "a shard's length is a multiple of this; it fixes shard lengths and nothing else"},
     {"kv_must_be_global", "True", "a query must see the keys and values of every rank; False is refused"},
-    {"output_restore_dim", "1", "sequence dimension of the output; must be that of `qkv_format` (1 for bshd)"},
+    {"output_restore_dim", "1", "sequence dimension of the output; must be that of `qkv_format`: 1 for bshd, 2 for bhsd, 0 for sbhd"},
     {"base_processor", "\"UlyssesAttentionProcessor\"", "class that every backend inherits; another value is refused"},
     {"required_checks", "(\"seq_divisible\", \"kv_global_gathered\", \"output_restore_dim\")",
      "checks that the base class runs in every forward; removing or misspelling one is refused"},
@@ -77,12 +76,13 @@ Problems kv_global_rule(const ConfigFacts& facts) {
 }
 
 Problems restore_dim_rule(const ConfigFacts& facts) {
-  if (facts.policy.output_restore_dim == kSequenceDim) return {};
+  const int64_t dim = facts.policy.output_restore_dim;
+  if (dim >= 0 && dim <= 2) return {};  // of bshd, bhsd or sbhd; a call says which
   return {invalid("CP005",
                   cat("output_restore_dim=", facts.policy.output_restore_dim,
-                      " is not the sequence dimension of qkv_format=\"bshd\""),
+                      " is the sequence dimension of no qkv_format"),
                   "The output is restored on the dimension that was sharded",
-                  cat("output_restore_dim=", kSequenceDim))};
+                  "output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd")};
 }
 
 Problems pad_multiple_rule(const ConfigFacts& facts) {
@@ -139,6 +139,11 @@ std::vector<std::string> UlyssesContextParallelPolicy::validate_config(int64_t s
   std::vector<std::string> texts;
   for (const Problem& problem : check_config(*this, seq_len, cp_size)) texts.push_back(base::format(problem, kOp));
   return texts;
+}
+
+int64_t sequence_dim(std::string_view qkv_format) {
+  if (qkv_format == "bhsd") return 2;
+  return qkv_format == "sbhd" ? 0 : 1;
 }
 
 SequenceMode UlyssesContextParallelPolicy::sequence_mode() const {

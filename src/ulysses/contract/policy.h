@@ -41,6 +41,9 @@ struct UlyssesContextParallelPolicy {
   bool operator==(const UlyssesContextParallelPolicy&) const = default;
 };
 
+// The dimension of [B, S, H, D] tensors in a qkv_format that holds the sequence: 1 for bshd, 2 for bhsd, 0 for sbhd.
+int64_t sequence_dim(std::string_view qkv_format);
+
 // The problems behind validate_config(): the policy's own fields (CP001–CP005), sizes (CP006, CP007), divisibility
 // (CP010, CP011).
 std::vector<base::Problem> check_config(const UlyssesContextParallelPolicy& policy, int64_t seq_len, int64_t cp_size);

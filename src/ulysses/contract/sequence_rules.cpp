@@ -38,6 +38,7 @@ CallProblems strict_length_rule(const CallFacts& facts) {
   } else {
     add(problems, check_local_rows(spec.policy, "q", facts.q_rows, spec.cp_size));
   }
+  if (spec.kv_role == "replicated") return problems;
   if (spec.kv_layout) {
     if (facts.kv_layout) {
       const int64_t kv_len = total_length(*facts.kv_layout);

@@ -24,6 +24,18 @@ std::vector<int64_t> counts_per_rank(size_t ranks, auto&& tokens, auto&& row, in
   return counts;
 }
 
+// Copies the joint rows' heads of this rank to their place in the buffer.
+void fill_joint_rows(const std::vector<HeadItem>& items, const RowsBeside& joint, size_t self, at::Tensor& rows) {
+  at::Tensor place = rows.narrow(0, joint.in_front ? 0 : rows.size(0) - joint.count, joint.count);
+  int64_t offset = 0;
+  for (const HeadItem& item : items) {
+    const Range heads = (*item.heads)[self];
+    const int64_t begin = joint.in_front ? 0 : item.tensor.size(1) - joint.count;
+    copy_rows(place, offset, item.tensor.narrow(1, begin, joint.count).narrow(2, heads.begin, heads.size()));
+    offset += heads.size() * item.tensor.size(3);
+  }
+}
+
 // Adds or copies what each rank sent of one item into [B, rows, H, D].
 at::Tensor unpack_item(const HeadItem& item, const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& offsets,
                        int64_t rows) {
@@ -61,12 +73,14 @@ std::vector<at::Tensor> head_views(const at::Tensor& rows, const std::vector<int
   return views;
 }
 
-HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int64_t>& lengths, const Group& group) {
+HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int64_t>& lengths, const Group& group,
+                       const RowsBeside& joint) {
   const size_t ranks = lengths.size();
   const auto self = static_cast<size_t>(group.rank());
   const int64_t batch = items.front().tensor.size(0);
   const int64_t length = lengths[self];
   const int64_t global_length = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+  const int64_t own_begin = joint.in_front ? joint.count : 0;
   const auto row = [&](size_t rank) { return row_elements(items, rank); };
 
   std::vector<int64_t> send_counts = counts_per_rank(
@@ -79,19 +93,21 @@ HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int
     int64_t offset = 0;
     for (const HeadItem& item : items) {
       const Range heads = (*item.heads)[rank];
-      copy_rows(chunk, offset, item.tensor.narrow(1, 0, length).narrow(2, heads.begin, heads.size()));
+      copy_rows(chunk, offset, item.tensor.narrow(1, own_begin, length).narrow(2, heads.begin, heads.size()));
       offset += heads.size() * item.tensor.size(3);
     }
     start += send_counts[rank];
   }
 
   HeadBuffer buffer;
-  buffer.rows = at::empty({global_length, batch, row(self)}, send.options());
-  at::Tensor recv = buffer.rows.view({-1});
+  buffer.rows = at::empty({global_length + joint.count, batch, row(self)}, send.options());
+  at::Tensor recv =
+      joint.count == 0 ? buffer.rows.view({-1}) : buffer.rows.narrow(0, own_begin, global_length).view({-1});
   group.rows_to_ranks(recv, send,
                       counts_per_rank(
                           ranks, [&](size_t p) { return lengths[p]; }, [&](size_t) { return row(self); }, batch),
                       std::move(send_counts));
+  if (joint.count > 0) fill_joint_rows(items, joint, self, buffer.rows);
   std::vector<int64_t> heads, head_dims;
   for (const HeadItem& item : items) {
     heads.push_back((*item.heads)[self].size());

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ulysses/exchange/group.h"
+#include "ulysses/exchange/token_gather.h"
 #include "ulysses/partition/head_ranges.h"
 
 namespace ulysses::exchange {
@@ -30,9 +31,12 @@ std::vector<at::Tensor> head_views(const at::Tensor& rows, const std::vector<int
 // Token-major fused exchange: every rank gives its tokens of all heads and gets all tokens of its heads.
 // Packs in one pass into (destination, token, batch, [heads of item 0 | item 1 | …], D); nothing is unpacked.
 // Shapes:  items [B, rows ≥ lengths[rank], H, D] → views [B, S_global, h, D]; rows behind lengths[rank] do not travel.
+//          `joint`: rows that every rank has, in front of its own or behind: they do not travel either; their heads of
+//          this rank stand in the views in front of the sequence or behind it.
 // Comm:    one all-to-all; bytes per rank = lengths[rank] · B · Σ_{p≠rank} Σ_i h_i(p) · D_i · element size.
 // Source:  DeepSpeed-Ulysses (arXiv 2309.14509) §3; deviation: q, k, v in one token-major message, uneven ranges.
-HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int64_t>& lengths, const Group& group);
+HeadBuffer seq_to_head(const std::vector<HeadItem>& items, const std::vector<int64_t>& lengths, const Group& group,
+                       const RowsBeside& joint = {});
 
 // The inverse: every rank gives all tokens of its heads and gets its tokens of all heads. Where ranges overlap, what
 // comes back is summed in float32 (float64 for float64), in rank order.

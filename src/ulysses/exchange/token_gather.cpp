@@ -27,11 +27,14 @@ int64_t elements_per_token(const at::Tensor& x) {
 
 }  // namespace
 
-at::Tensor gather_tokens(const at::Tensor& local, const std::vector<int64_t>& lengths, const Group& group) {
+at::Tensor gather_tokens(const at::Tensor& local, const std::vector<int64_t>& lengths, const Group& group,
+                         const RowsBeside& beside) {
   std::vector<int64_t> counts = lengths;
   for (int64_t& count : counts) count *= elements_per_token(local);
-  at::Tensor gathered = at::empty(with_tokens(local, total(lengths)), local.options());
-  at::Tensor recv = gathered.view({-1});
+  at::Tensor gathered = at::empty(with_tokens(local, total(lengths) + beside.count), local.options());
+  at::Tensor recv = beside.count == 0
+                        ? gathered.view({-1})
+                        : gathered.narrow(0, beside.in_front ? beside.count : 0, total(lengths)).view({-1});
   group.gather_rows(recv, local.view({-1}), counts);
   return gathered;
 }
@@ -50,6 +53,14 @@ at::Tensor sum_tokens(const at::Tensor& partial, const std::vector<int64_t>& len
   at::Tensor sum = parts.select(0, 0).to(accumulate_dtype(partial.scalar_type()));
   for (int64_t rank = 1; rank < ranks; ++rank) sum.add_(parts.select(0, rank));  // parts is ours to write
   return sum.to(partial.scalar_type());
+}
+
+at::Tensor sum_over_ranks(const at::Tensor& x, const Group& group) {
+  const at::Tensor local = x.contiguous().view({1, -1});
+  const at::Tensor all = gather_tokens(local, std::vector<int64_t>(static_cast<size_t>(group.size()), 1), group);
+  at::Tensor sum = all[0].to(accumulate_dtype(x.scalar_type()));
+  for (int64_t rank = 1; rank < group.size(); ++rank) sum.add_(all[rank]);
+  return sum.to(x.scalar_type()).view(x.sizes());
 }
 
 at::Tensor gather_sequence(const at::Tensor& x_local, const std::vector<int64_t>& lengths, int64_t dim,

@@ -15,6 +15,14 @@ void copy_rows(at::Tensor& rows, int64_t offset, const at::Tensor& tensor) {
   head_slice(rows, offset, tensor.size(2), tensor.size(3)).copy_(tensor.transpose(0, 1));
 }
 
+at::Tensor lse_as_column(const at::Tensor& lse, at::ScalarType dtype) {
+  return lse.transpose(1, 2).contiguous().unsqueeze(-1).view(dtype);
+}
+
+at::Tensor column_as_lse(const at::Tensor& column, at::ScalarType dtype) {
+  return column.contiguous().view(dtype).squeeze(-1).transpose(1, 2).contiguous();
+}
+
 at::Tensor token_rows(const std::vector<at::Tensor>& tensors) {
   const at::Tensor& first = tensors.front();
   if (tensors.size() == 1) return first.transpose(0, 1).contiguous().flatten(2);

@@ -23,4 +23,8 @@ void copy_rows(at::Tensor& rows, int64_t offset, const at::Tensor& tensor);
 // token-major in memory.
 at::Tensor token_rows(const std::vector<at::Tensor>& tensors);
 
+// The lse [B, h, S] as one more column [B, S, h, n] of rows of `dtype`, bit for bit, and back.
+at::Tensor lse_as_column(const at::Tensor& lse, at::ScalarType dtype);
+at::Tensor column_as_lse(const at::Tensor& column, at::ScalarType dtype);
+
 }  // namespace ulysses::exchange

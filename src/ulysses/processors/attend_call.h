@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -15,6 +17,9 @@ struct AttendCall {
   partition::Range q_positions;         // global positions of the query rows
   partition::Range kv_positions;        // global positions of the key rows
   int64_t q_head_start = 0;             // global number of the first query head
+  at::Tensor attn_mask;                 // [B|1, h|1, Sq|1, Skv] of these rows and heads: bool, true = visible, or float
+  at::Tensor sinks;                     // [h], a logit per query head beside the scores; undefined: none
+  std::optional<double> softcap;        // softcap · tanh(scores / softcap)
   bool need_lse = false;
   bool trains = false;          // gradients will be asked for, by autograd or by the caller's own backward
   std::string kernel = "auto";  // the caller's choice, for backends that use the kernel registry

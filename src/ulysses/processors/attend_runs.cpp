@@ -18,19 +18,67 @@ namespace {
 
 using kernels::KernelOutput;
 using partition::HeadRun;
+using partition::Range;
 using strategy::LocalWork;
 using strategy::Qkv;
 
 bool has_work(const LocalWork& work, const Qkv& views) {
-  return !work.runs.empty() && work.num_tokens > 0 && work.num_kv_tokens > 0 && views.q.size(0) > 0;
+  return !work.runs.empty() && work.num_tokens() > 0 && work.num_kv_tokens > 0 && views.q.size(0) > 0;
 }
 
 at::Tensor heads_of(const at::Tensor& tensor, const partition::Range& heads) {
   return tensor.narrow(2, heads.begin, heads.size());
 }
 
-Qkv slice(const Qkv& views, const HeadRun& run) {
-  return {heads_of(views.q, run.query), heads_of(views.k, run.kv), heads_of(views.v, run.kv)};
+// One call of attend(): heads with one group size, rows at contiguous positions.
+struct Part {
+  HeadRun heads;
+  Range rows;  // of the rank's query rows
+  Qkv qkv;
+  AttendCall call;
+};
+
+at::Tensor part_of(const at::Tensor& x, int64_t dim, const Range& part) {
+  return part.begin == 0 && part.end == x.size(dim) ? x : x.narrow(dim, part.begin, part.size());
+}
+
+// Heads and rows of the rank's mask; an axis of size 1 serves all.
+at::Tensor mask_of(const strategy::LocalMask& local, const Range& heads, const Range& positions) {
+  at::Tensor mask = local.mask;
+  if (mask.size(1) > 1) mask = part_of(mask, 1, heads);
+  if (mask.size(2) > 1) mask = part_of(mask, 2, {positions.begin - local.q_begin, positions.end - local.q_begin});
+  return mask;
+}
+
+Part make_part(const AttendWork& work, const Qkv& views, const HeadRun& heads, const Range& rows,
+               const Range& positions) {
+  Part part{heads, rows, {}, work.call};
+  part.qkv = {heads_of(part_of(views.q, 1, rows), heads.query), heads_of(views.k, heads.kv),
+              heads_of(views.v, heads.kv)};
+  part.call.q_positions = positions;
+  part.call.q_head_start += heads.query.begin;
+  if (work.mask.mask.defined()) part.call.attn_mask = mask_of(work.mask, heads.query, positions);
+  if (work.call.sinks.defined()) part.call.sinks = part_of(work.call.sinks, 0, heads.query);
+  return part;
+}
+
+// visit(part) for every range of rows and, within it, every run of heads; end_of_rows() behind each range.
+void for_each_part(const AttendWork& work, const Qkv& views, const std::function<void(const Part&)>& visit,
+                   const std::function<void()>& end_of_rows) {
+  int64_t row = 0;
+  for (const Range& positions : work.work.q_positions) {
+    const Range rows{row, row + positions.size()};
+    row = rows.end;
+    if (rows.empty()) continue;
+    for (const HeadRun& heads : work.work.runs) visit(make_part(work, views, heads, rows, positions));
+    end_of_rows();
+  }
+}
+
+at::Tensor joined(std::vector<at::Tensor>& parts, int64_t dim) {
+  at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts, dim);
+  parts.clear();
+  return whole;
 }
 
 // Zeros [B, Sq, h, D_v] that autograd still sees as a function of q: none of its columns, padded to D_v.
@@ -69,53 +117,89 @@ void check_result(const KernelOutput& result, const Qkv& qkv, const AttendCall& 
 
 }  // namespace
 
-AttendCall attend_call(const contract::AttentionOptions& options, const strategy::AttentionPlan& plan,
-                       const LocalWork& work, bool trains) {
+AttendWork attend_work(const contract::AttentionOptions& options, const strategy::AttentionPlan& plan, LocalWork work,
+                       strategy::LocalMask mask, const at::Tensor& sinks, bool trains) {
   AttendCall call;
   call.is_causal = plan.is_causal;
   call.softmax_scale = options.softmax_scale;
-  call.q_positions = {work.q_begin, work.q_begin + work.num_tokens};
+  call.softcap = options.softcap;
   call.kv_positions = {0, work.num_kv_tokens};
   call.q_head_start = work.q_head_begin;
+  if (sinks.defined() && !work.runs.empty())
+    call.sinks = sinks.narrow(0, work.q_head_begin, work.runs.back().query.end);
   call.need_lse = plan.return_lse;
   call.trains = trains;
   call.kernel = options.kernel;
-  return call;
+  return {std::move(work), std::move(call), std::move(mask)};
 }
 
-KernelOutput attend_runs(const LocalWork& work, const Qkv& views, const AttendCall& call,
-                         const AttendFunction& attend) {
-  if (!has_work(work, views)) return nothing(views);
-  std::vector<at::Tensor> outs;
-  std::vector<at::Tensor> lses;
-  for (const HeadRun& run : work.runs) {
-    AttendCall run_call = call;
-    run_call.q_head_start += run.query.begin;
-    const Qkv qkv = slice(views, run);
-    KernelOutput result = attend(qkv.q, qkv.k, qkv.v, run_call);
-    check_result(result, qkv, call);
+KernelOutput attend_runs(const AttendWork& work, const Qkv& views, const AttendFunction& attend) {
+  if (!has_work(work.work, views)) return nothing(views);
+  std::vector<at::Tensor> outs, lses, out_rows, lse_rows;
+  const auto visit = [&](const Part& part) {
+    KernelOutput result = attend(part.qkv.q, part.qkv.k, part.qkv.v, part.call);
+    check_result(result, part.qkv, part.call);
     outs.push_back(std::move(result.out));
     // One dtype on every rank, whatever the backend computes in: ranks without work have no backend to ask.
     if (result.lse.defined()) lses.push_back(result.lse.to(exchange::accumulate_dtype(views.q.scalar_type())));
-  }
-  if (outs.size() == 1) return {outs[0], lses.empty() ? at::Tensor() : lses[0]};
-  return {at::cat(outs, 2), lses.empty() ? at::Tensor() : at::cat(lses, 1)};
+  };
+  for_each_part(work, views, visit, [&] {
+    out_rows.push_back(joined(outs, 2));
+    if (!lses.empty()) lse_rows.push_back(joined(lses, 1));
+  });
+  return {joined(out_rows, 1), lse_rows.empty() ? at::Tensor() : joined(lse_rows, 2)};
 }
 
-Qkv attend_runs_backward(const LocalWork& work, const Qkv& views, const KernelOutput& local, const at::Tensor& grad_out,
-                         const AttendCall& call) {
-  if (!has_work(work, views)) return {at::zeros_like(views.q), at::zeros_like(views.k), at::zeros_like(views.v)};
-  std::vector<at::Tensor> dq, dk, dv;
-  for (const HeadRun& run : work.runs) {
-    const Qkv qkv = slice(views, run);
-    const KernelOutput output{heads_of(local.out, run.query), local.lse.narrow(1, run.query.begin, run.query.size())};
-    kernels::KernelGrads grads = kernel_backward(heads_of(grad_out, run.query), qkv, output, call);
-    dq.push_back(std::move(grads.dq));
-    dk.push_back(std::move(grads.dk));
-    dv.push_back(std::move(grads.dv));
+namespace {
+
+// Gradients of keys and values over several ranges of rows: a sum, in float32.
+void add_to(at::Tensor& sum, const at::Tensor& part) {
+  if (!sum.defined()) {
+    sum = part;
+    return;
   }
-  if (dq.size() == 1) return {dq[0], dk[0], dv[0]};
-  return {at::cat(dq, 2), at::cat(dk, 2), at::cat(dv, 2)};
+  sum = sum.to(exchange::accumulate_dtype(part.scalar_type())).add(part);
+}
+
+struct RowGrads {
+  std::vector<at::Tensor> dq, dk, dv, dsinks;
+};
+
+}  // namespace
+
+LocalGrads attend_runs_backward(const AttendWork& work, const Qkv& views, const KernelOutput& local,
+                                const KernelOutput& grad, bool mask_needs_grad) {
+  LocalGrads total;
+  if (mask_needs_grad) total.dmask = at::zeros_like(work.mask.mask, work.mask.mask.options().requires_grad(false));
+  if (!has_work(work.work, views)) {
+    total.views = {at::zeros_like(views.q), at::zeros_like(views.k), at::zeros_like(views.v)};
+    return total;
+  }
+  RowGrads heads;
+  std::vector<at::Tensor> dq_rows;
+  const auto cut = [](const at::Tensor& x, int64_t head_dim, int64_t row_dim, const Part& part) {
+    return x.defined() ? part_of(part_of(x, row_dim, part.rows), head_dim, part.heads.query) : x;
+  };
+  const auto visit = [&](const Part& part) {
+    kernels::KernelGrads grads =
+        kernel_backward({cut(grad.out, 2, 1, part), cut(grad.lse, 1, 2, part)}, part.qkv,
+                        {cut(local.out, 2, 1, part), cut(local.lse, 1, 2, part)}, part.call, mask_needs_grad);
+    heads.dq.push_back(std::move(grads.dq));
+    heads.dk.push_back(std::move(grads.dk));
+    heads.dv.push_back(std::move(grads.dv));
+    if (grads.dsinks.defined()) heads.dsinks.push_back(std::move(grads.dsinks));
+    if (mask_needs_grad) mask_of({total.dmask, work.mask.q_begin}, part.heads.query, part.call.q_positions).add_(grads.dmask);
+  };
+  for_each_part(work, views, visit, [&] {
+    dq_rows.push_back(joined(heads.dq, 2));
+    add_to(total.views.k, joined(heads.dk, 2));
+    add_to(total.views.v, joined(heads.dv, 2));
+    if (!heads.dsinks.empty()) add_to(total.dsinks, joined(heads.dsinks, 0));
+  });
+  total.views.q = joined(dq_rows, 1);
+  total.views.k = total.views.k.to(views.k.scalar_type());
+  total.views.v = total.views.v.to(views.v.scalar_type());
+  return total;
 }
 
 }  // namespace ulysses::processors

@@ -9,7 +9,7 @@ namespace ulysses::processors {
 // autograd. What torch.ops.ulysses.attention is for Python, with the same numbers.
 // Shapes:  q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v],
 //          lse [B, H, S_local] when options.return_lse, else undefined
-// Dtype:   any float, equal for q, k and v; lse float32 (float64 for float64), without gradient. Autocast does not
+// Dtype:   any float, equal for q, k and v; lse float32 (float64 for float64), differentiable. Autocast does not
 //          reach this call: cast before it.
 // Comm:    every rank of the group must call it, and its backward. ulysses: two collectives forward and two backward
 //          (three where q and k/v are sharded differently); allgather_kv: one and one; one more, small, where ranks

@@ -7,12 +7,12 @@
 
 #include "ulysses/contract/attention_spec.h"
 #include "ulysses/exchange/group.h"
-#include "ulysses/processors/attend_call.h"
+#include "ulysses/processors/attend_runs.h"
 #include "ulysses/strategy/strategy.h"
 
 namespace ulysses::processors {
 
-// [B, rows, H, D_v] and, when asked for, [B, H, rows] natural-log lse (else undefined).
+// [B, rows, H, D_v] and, when asked for, [B, H, rows] natural-log lse (else undefined); rows of joint tokens included.
 struct AttentionResult {
   at::Tensor out;
   at::Tensor lse;
@@ -32,6 +32,10 @@ struct AttentionTrace {
   kernels::KernelOutput local;
 };
 
+// Which inputs require a gradient, as bits.
+enum RequiresGrad : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradMask = 8, kGradSinks = 16 };
+int64_t requires_grad_bits(const strategy::Qkv& qkv, const CallTensors& extras);
+
 // The base class of every backend: a template method that a subclass cannot skip a step of.
 //   forward = validate (collect every problem) → agree → raise on every rank or none → exchange → attend
 //             → under agreement="always", raise on every rank or none → restore → check
@@ -44,21 +48,27 @@ class UlyssesAttentionProcessor {
   // Context-parallel attention over the whole sequence; differentiable.
   // Shapes:  q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v],
   //          lse [B, H, S_local], natural log, −inf for padding rows
-  // Dtype:   any float; lse float32 (float64 for float64). lse carries no gradient.
+  // Dtype:   any float; lse float32 (float64 for float64), differentiable.
+  // Gradients of what every rank holds alike (joint tokens, replicated K/V, sinks, masks) are partial: their sum over the
+  // ranks is the gradient.
   // Comm:    every rank of the group must call it. ulysses: two collectives (three if q and k/v are sharded
   //          differently), allgather_kv: one; as many in backward. One more, small, where ranks compare or exchange
   //          lengths, and one after attend() under agreement="always". A group of one: none.
   // Errors:  every id that docs/errors.md lists up to CP062, and CP067.
   AttentionResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const exchange::Group& group,
-                          const contract::AttentionOptions& options);
+                          const contract::AttentionOptions& options, const CallTensors& extras = {});
 
-  // The same steps without autograd, keeping what a hand-written backward needs. requires_grad_mask: bits q, k, v.
-  AttentionTrace run(const strategy::Qkv& qkv, const exchange::Group& group, const contract::AttentionOptions& options,
-                     int64_t requires_grad_mask);
+  // The same steps without autograd, keeping what a hand-written backward needs. requires_grad_mask: RequiresGrad.
+  AttentionTrace run(const strategy::Qkv& qkv, const CallTensors& extras, const exchange::Group& group,
+                     const contract::AttentionOptions& options, int64_t requires_grad_mask);
 
   // AttendCall fields that attend() honours, of: is_causal, softmax_scale, q_positions (causal queries that do not
-  // start at position 0), need_lse. A field that is set and not declared is refused before the exchange (CP050).
+  // start at position 0), need_lse, attn_mask, sinks, softcap. A field that is set and not declared is refused before
+  // the exchange (CP050).
   virtual std::vector<std::string> supports() const { return {}; }
+
+  // Says that a subclass replaces exchange() and restore(); see there.
+  virtual bool overrides_exchange() const { return false; }
 
   // Further reasons of this backend to refuse a call, found before any communication.
   virtual std::vector<base::Problem> refusals(const contract::AttentionSpec& spec, bool backward) const;
@@ -72,7 +82,6 @@ class UlyssesAttentionProcessor {
                                        const AttendCall& call) = 0;
 
   // Override both or none, and overrides_exchange() with them. The views must be laid out as the strategy's.
-  virtual bool overrides_exchange() const { return false; }
   virtual Exchanged exchange(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                              const strategy::Qkv& qkv, const exchange::Group& group);
   virtual AttentionResult restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,

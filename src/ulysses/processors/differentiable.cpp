@@ -72,15 +72,23 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
                                const MovementPtr& movement) {
     const kernels::KernelOutput shards = movement->strategy.restore(movement->plan, {out, lse}, movement->group);
     store(context, movement);
+    context->set_materialize_grads(false);
+    context->saved_data["out"] = shards.out.sizes().vec();
+    context->saved_data["like"] = at::empty({0}, shards.out.options());
     if (!shards.lse.defined()) return {shards.out};
-    context->mark_non_differentiable({shards.lse});
+    context->saved_data["lse"] = shards.lse.sizes().vec();
+    context->saved_data["like_lse"] = at::empty({0}, shards.lse.options());
     return {shards.out, shards.lse};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     const MovementPtr movement = load(context);
-    return {movement->strategy.restore_backward(movement->plan, grads[0], movement->group), {}, {}};
+    auto& data = context->saved_data;
+    kernels::KernelOutput grad{or_zeros(grads[0], data["out"], data["like"].toTensor()), {}};
+    if (movement->plan.return_lse) grad.lse = or_zeros(grads[1], data["lse"], data["like_lse"].toTensor());
+    grad = movement->strategy.restore_backward(movement->plan, grad, movement->group);
+    return {grad.out, grad.lse, {}};
   }
 };
 
@@ -95,7 +103,7 @@ Qkv differentiable_exchange(const AttentionPlan& plan, const Strategy& strategy,
 
 AttentionResult differentiable_restore(const AttentionPlan& plan, const Strategy& strategy,
                                        const kernels::KernelOutput& local, const exchange::Group& group) {
-  const at::Tensor lse = local.lse.defined() ? local.lse.detach() : at::empty({0}, local.out.options());
+  const at::Tensor lse = local.lse.defined() ? local.lse : at::empty({0}, local.out.options());
   const auto shards = RestoreFunction::apply(local.out, lse, c10::make_intrusive<Movement>(plan, strategy, group));
   return {shards[0], shards.size() > 1 ? shards[1] : at::Tensor()};
 }

@@ -18,8 +18,9 @@ class KernelProcessor final : public UlyssesAttentionProcessor {
 // The one instance that the ops use; registered as "ulysses".
 KernelProcessor& kernel_processor();
 
-// Gradients of one uniform head run with the kernel that the forward used.
-kernels::KernelGrads kernel_backward(const at::Tensor& grad_out, const strategy::Qkv& qkv,
-                                     const kernels::KernelOutput& output, const AttendCall& call);
+// Gradients of one call of attend() with the kernel that the forward used; math for that of lse or of a mask.
+// grad.lse may be undefined: none.
+kernels::KernelGrads kernel_backward(const kernels::KernelOutput& grad, const strategy::Qkv& qkv,
+                                     const kernels::KernelOutput& output, const AttendCall& call, bool mask_needs_grad);
 
 }  // namespace ulysses::processors

@@ -19,6 +19,12 @@ std::vector<base::Problem> all_problems(const AttentionSpec& spec, const Ulysses
                                         bool backward) {
   std::vector<base::Problem> problems = contract::check_attention(spec);
   if (!problems.empty()) return problems;  // a backend's own refusals presume a legal call
+  const bool beside = spec.joint_len > 0 || spec.kv_role == "replicated";
+  if (beside && backend.overrides_exchange())
+    return {{"CP050", base::ErrorKind::kUnsupported,
+             "this backend moves q, k and v itself, and the call has tokens that every rank holds",
+             "Their place in what attend() gets is the base class's",
+             "joint=None and kv_role=\"sharded\", or a backend that leaves exchange() to the base class"}};
   return backend.refusals(spec, backward);
 }
 
@@ -44,14 +50,20 @@ base::Problem capture_problem() {
 
 }  // namespace
 
-AttentionSpec describe(const strategy::Qkv& qkv, const Group& group, const contract::AttentionOptions& options,
-                       const UlyssesAttentionProcessor& backend, int64_t requires_grad_mask) {
+AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, const Group& group,
+                       const contract::AttentionOptions& options, const UlyssesAttentionProcessor& backend,
+                       int64_t requires_grad_mask) {
   AttentionSpec spec;
   static_cast<contract::AttentionOptions&>(spec) = options;
-  if (!spec.kv_layout) spec.kv_layout = spec.layout;
+  if (!spec.kv_layout && spec.kv_role != "replicated") spec.kv_layout = spec.layout;
   spec.q = tensor_spec(qkv.q, (requires_grad_mask & 1) != 0);
   spec.k = tensor_spec(qkv.k, (requires_grad_mask & 2) != 0);
   spec.v = tensor_spec(qkv.v, (requires_grad_mask & 4) != 0);
+  if (extras.attn_mask.defined()) {
+    spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & 8) != 0);
+    spec.mask_is_gathered = strategy::mask_is_gathered(extras.attn_mask, group);
+  }
+  if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & 16) != 0);
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
   for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());

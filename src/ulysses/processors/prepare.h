@@ -5,7 +5,7 @@
 namespace ulysses::processors {
 
 // A call as seen by this rank, free of torch. Takes the tensors' metadata only.
-contract::AttentionSpec describe(const strategy::Qkv& qkv, const exchange::Group& group,
+contract::AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, const exchange::Group& group,
                                  const contract::AttentionOptions& options, const UlyssesAttentionProcessor& backend,
                                  int64_t requires_grad_mask);
 

@@ -65,7 +65,7 @@ void check_kv_content(const AttentionPlan& plan, const LocalWork& work, const Qk
 }
 
 void check_output(const AttentionPlan& plan, const Qkv& shards, const AttentionResult& result) {
-  const std::vector<int64_t> wanted = {shards.q.size(0), plan.rows, plan.num_heads, plan.v_head_dim};
+  const std::vector<int64_t> wanted = {shards.q.size(0), plan.joint_len + plan.rows, plan.num_heads, plan.v_head_dim};
   const auto dtype = shards.q.scalar_type();
   if (result.out.sizes().vec() == wanted && result.out.scalar_type() == dtype) return;
   throw base::Error({{"CP052", base::ErrorKind::kInvalidArgument,

@@ -7,8 +7,14 @@
 
 namespace ulysses::strategy {
 
+int64_t LocalWork::num_tokens() const {
+  int64_t tokens = 0;
+  for (const partition::Range& positions : q_positions) tokens += positions.size();
+  return tokens;
+}
+
 const Strategy& strategy_for(std::string_view name, const AttentionPlan& plan) {
-  if (plan.cp_size == 1) return single_rank_strategy();
+  if (plan.cp_size == 1 || plan.replicated_kv) return local_strategy();
   return name == allgather_kv_strategy().name() ? allgather_kv_strategy() : ulysses_strategy();
 }
 

@@ -1,28 +1,71 @@
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "ulysses/exchange/head_exchange.h"
+#include "ulysses/exchange/token_rows.h"
 #include "ulysses/partition/head_ranges.h"
+#include "ulysses/strategy/joint_rows.h"
 #include "ulysses/strategy/strategy.h"
 
 namespace ulysses::strategy {
 namespace {
 
+using exchange::column_as_lse;
 using exchange::Group;
 using exchange::HeadBuffer;
+using exchange::lse_as_column;
 using kernels::KernelOutput;
 using partition::Range;
 
-// The lse [B, h, S] as one more column [B, S, h, n] of out's rows, bit for bit in out's dtype.
-at::Tensor lse_as_column(const at::Tensor& lse, at::ScalarType dtype) {
-  return lse.transpose(1, 2).contiguous().unsqueeze(-1).view(dtype);
+// Joint rows travel in no rank's share of the input. Their output is complete on the rank that owns the head, so every
+// rank gets it with its own tokens: its message is [T | its tokens], and the gradient of it comes back the same way.
+std::vector<int64_t> with_joint(const AttentionPlan& plan) {
+  std::vector<int64_t> lengths = plan.lengths;
+  for (int64_t& length : lengths) length += plan.joint_len;
+  return lengths;
 }
 
-at::Tensor column_as_lse(const at::Tensor& column, at::ScalarType dtype) {
-  return column.contiguous().view(dtype).squeeze(-1).transpose(1, 2).contiguous();
+// [B, T + S, ·] in the order of positions → for each rank [T | its tokens], one behind the other.
+at::Tensor for_every_rank(const AttentionPlan& plan, const at::Tensor& joined) {
+  const at::Tensor joint = joint_rows(plan, joined);
+  std::vector<at::Tensor> parts;
+  int64_t begin = plan.first_position();
+  for (const int64_t length : plan.lengths) {
+    parts.push_back(joint);
+    parts.push_back(joined.narrow(1, begin, length));
+    begin += length;
+  }
+  return at::cat(parts, 1);
+}
+
+// The way back: the joint rows of all ranks are summed, in rank order.
+at::Tensor from_every_rank(const AttentionPlan& plan, const at::Tensor& parts) {
+  at::Tensor joint = parts.narrow(1, 0, plan.joint_len).to(exchange::accumulate_dtype(parts.scalar_type()), false, true);
+  std::vector<at::Tensor> sequence;
+  int64_t begin = 0;
+  for (const int64_t length : plan.lengths) {
+    if (begin > 0) joint.add_(parts.narrow(1, begin, plan.joint_len));
+    sequence.push_back(parts.narrow(1, begin + plan.joint_len, length));
+    begin += plan.joint_len + length;
+  }
+  return beside(plan, joint.to(parts.scalar_type()), at::cat(sequence, 1));
+}
+
+// [T | rows] → the order of the shard.
+at::Tensor as_shard(const AttentionPlan& plan, const at::Tensor& joint_in_front, int64_t dim) {
+  if (plan.joint_first) return joint_in_front;
+  return beside(plan, joint_in_front.narrow(dim, 0, plan.joint_len),
+                joint_in_front.narrow(dim, plan.joint_len, joint_in_front.size(dim) - plan.joint_len), dim);
+}
+
+// A shard's gradient → [T | own real rows].
+at::Tensor joint_in_front(const AttentionPlan& plan, const at::Tensor& shard) {
+  if (plan.joint_first) return shard;
+  return at::cat({joint_rows(plan, shard), own_rows(plan, shard, plan.length())}, 1);
 }
 
 // DeepSpeed-Ulysses: tokens are exchanged for heads, each rank attends over the whole sequence with its heads, and
@@ -34,18 +77,25 @@ class UlyssesStrategy final : public Strategy {
   LocalWork local_work(const AttentionPlan& plan) const override {
     const Range heads = own(plan.heads.query, plan);
     const Range kv_heads = own(plan.heads.kv, plan);
-    LocalWork work{plan.seq_len(), plan.kv_seq_len(), 0, heads.begin, kv_heads.begin, {}};
+    LocalWork work;
+    work.num_kv_tokens = plan.joint_len + plan.kv_seq_len();
+    work.q_head_begin = heads.begin;
+    work.kv_head_begin = kv_heads.begin;
+    work.q_positions = {{0, plan.joint_len + plan.seq_len()}};
     if (!heads.empty()) work.runs = partition::head_runs(heads, kv_heads, plan.num_heads / plan.num_kv_heads);
     return work;
   }
+
+  bool attends_for_all() const override { return true; }
 
   Buffers exchange(const AttentionPlan& plan, const Qkv& qkv, const Group& group) const override {
     const exchange::HeadItem q{qkv.q, &plan.heads.query};
     const exchange::HeadItem k{qkv.k, &plan.heads.kv};
     const exchange::HeadItem v{qkv.v, &plan.heads.kv};
-    if (!plan.split_layouts()) return {exchange::seq_to_head({q, k, v}, plan.lengths, group).rows, {}};
-    return {exchange::seq_to_head({q}, plan.lengths, group).rows,
-            exchange::seq_to_head({k, v}, plan.kv_lengths, group).rows};
+    const exchange::RowsBeside joint{plan.joint_len, plan.joint_first};
+    if (!plan.split_layouts()) return {exchange::seq_to_head({q, k, v}, plan.lengths, group, joint).rows, {}};
+    return {exchange::seq_to_head({q}, plan.lengths, group, joint).rows,
+            exchange::seq_to_head({k, v}, plan.kv_lengths, group, joint).rows};
   }
 
   Qkv views(const AttentionPlan& plan, const Buffers& buffers, const Qkv&) const override {
@@ -62,38 +112,78 @@ class UlyssesStrategy final : public Strategy {
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const Group& group) const override {
-    const exchange::HeadItem q{grads.q, &plan.heads.query, plan.num_heads};
-    const exchange::HeadItem k{grads.k, &plan.heads.kv, plan.num_kv_heads};
-    const exchange::HeadItem v{grads.v, &plan.heads.kv, plan.num_kv_heads};
+    const exchange::HeadItem q{of_sequence(plan, grads.q, plan.seq_len()), &plan.heads.query, plan.num_heads};
+    const exchange::HeadItem k{of_sequence(plan, grads.k, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
+    const exchange::HeadItem v{of_sequence(plan, grads.v, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
+    Qkv own;
     if (!plan.split_layouts()) {
       // The same tokens do not mean the same padding.
       const auto shards = exchange::head_to_seq({q, k, v}, plan.lengths, std::max(plan.rows, plan.kv_rows), group);
-      return {shards[0].narrow(1, 0, plan.rows), shards[1].narrow(1, 0, plan.kv_rows),
-              shards[2].narrow(1, 0, plan.kv_rows)};
+      own = {shards[0].narrow(1, 0, plan.rows), shards[1].narrow(1, 0, plan.kv_rows),
+             shards[2].narrow(1, 0, plan.kv_rows)};
+    } else {
+      const at::Tensor dq = exchange::head_to_seq({q}, plan.lengths, plan.rows, group)[0];
+      const auto kv = exchange::head_to_seq({k, v}, plan.kv_lengths, plan.kv_rows, group);
+      own = {dq, kv[0], kv[1]};
     }
-    const at::Tensor dq = exchange::head_to_seq({q}, plan.lengths, plan.rows, group)[0];
-    const auto kv = exchange::head_to_seq({k, v}, plan.kv_lengths, plan.kv_rows, group);
-    return {dq, kv[0], kv[1]};
+    if (plan.joint_len == 0) return own;
+    return {beside(plan, own_heads(plan, grads.q, q), own.q), beside(plan, own_heads(plan, grads.k, k), own.k),
+            beside(plan, own_heads(plan, grads.v, v), own.v)};
   }
 
   KernelOutput restore(const AttentionPlan& plan, const KernelOutput& local, const Group& group) const override {
-    const exchange::HeadItem out{local.out, &plan.heads.query, plan.num_heads};
-    if (!plan.return_lse) return {exchange::head_to_seq({out}, plan.lengths, plan.rows, group)[0], {}};
-    const exchange::HeadItem lse{lse_as_column(local.lse, local.out.scalar_type()), &plan.heads.query, plan.num_heads};
-    const auto shards = exchange::head_to_seq({out, lse}, plan.lengths, plan.rows, group);
-    KernelOutput result{shards[0], column_as_lse(shards[1], local.lse.scalar_type())};
-    result.lse.narrow(2, plan.length(), plan.rows - plan.length()).fill_(-std::numeric_limits<double>::infinity());
+    const bool joint = plan.joint_len > 0;
+    const auto lengths = joint ? with_joint(plan) : plan.lengths;
+    const int64_t length = lengths[static_cast<size_t>(plan.cp_rank)];
+    const int64_t rows = plan.joint_len + plan.rows;
+    const auto item = [&](const at::Tensor& x) {
+      return exchange::HeadItem{joint ? for_every_rank(plan, x) : x, &plan.heads.query, plan.num_heads};
+    };
+    std::vector<exchange::HeadItem> items = {item(local.out)};
+    if (plan.return_lse) items.push_back(item(lse_as_column(local.lse, local.out.scalar_type())));
+    const auto shards = exchange::head_to_seq(items, lengths, rows, group);
+    KernelOutput result{as_shard(plan, shards[0], 1), {}};
+    if (!plan.return_lse) return result;
+    const at::Tensor lse = column_as_lse(shards[1], local.lse.scalar_type());
+    lse.narrow(2, length, rows - length).fill_(-std::numeric_limits<double>::infinity());
+    result.lse = as_shard(plan, lse, 2);
     return result;
   }
 
-  at::Tensor restore_backward(const AttentionPlan& plan, const at::Tensor& grad_out,
-                              const Group& group) const override {
-    return exchange::seq_to_head({{grad_out, &plan.heads.query}}, plan.lengths, group).views[0];
+  KernelOutput restore_backward(const AttentionPlan& plan, const KernelOutput& grad,
+                                const Group& group) const override {
+    const bool joint = plan.joint_len > 0;
+    const auto item = [&](const at::Tensor& x) {
+      return exchange::HeadItem{joint ? joint_in_front(plan, x) : x, &plan.heads.query};
+    };
+    std::vector<exchange::HeadItem> items = {item(grad.out)};
+    if (plan.return_lse) items.push_back(item(lse_as_column(grad.lse, grad.out.scalar_type())));
+    auto views = exchange::seq_to_head(items, joint ? with_joint(plan) : plan.lengths, group).views;
+    if (plan.return_lse)  // numbers again before anything is summed: [B, S, h, 1]
+      views[1] = column_as_lse(views[1], grad.lse.scalar_type()).transpose(1, 2).unsqueeze(-1);
+    if (joint)
+      for (at::Tensor& view : views) view = from_every_rank(plan, view);
+    return {views[0], plan.return_lse ? views[1].squeeze(-1).transpose(1, 2) : at::Tensor()};
   }
+
+  at::Tensor local_rows(const AttentionPlan&, const at::Tensor&) const override { return {}; }
 
   Needs backward_needs() const override { return {false, false, true}; }
 
  private:
+  static at::Tensor of_sequence(const AttentionPlan& plan, const at::Tensor& joined, int64_t seq_len) {
+    return plan.joint_len == 0 ? joined : joined.narrow(1, plan.first_position(), seq_len);
+  }
+
+  // [B, T, H, ·] with this rank's heads of the joint rows and zeros elsewhere: a partial gradient.
+  static at::Tensor own_heads(const AttentionPlan& plan, const at::Tensor& joined, const exchange::HeadItem& item) {
+    const Range heads = own(*item.heads, plan);
+    at::Tensor all =
+        at::zeros({joined.size(0), plan.joint_len, item.num_heads, joined.size(3)}, joined.options());
+    all.narrow(2, heads.begin, heads.size()).copy_(joint_rows(plan, joined));
+    return all;
+  }
+
   static Range own(const std::vector<Range>& ranges, const AttentionPlan& plan) {
     return ranges[static_cast<size_t>(plan.cp_rank)];
   }

@@ -1,0 +1,221 @@
+#include <array>
+#include <numeric>
+
+#include "ulysses/base/text.h"
+#include "ulysses/contract/attention_facts.h"
+#include "ulysses/contract/rules.h"
+
+// The rules about attn_mask: CP027, CP028, CP040, and CP022 for its device.
+namespace ulysses::contract {
+namespace {
+
+using base::cat;
+using base::join;
+
+constexpr int64_t kUnknown = -1;
+
+// The sizes that mean something on one axis of a mask; kUnknown where a reading does not exist.
+struct AxisSizes {
+  std::string_view name;       // "S_q" or "S_kv"
+  std::string_view parameter;  // of MaskLayout
+  int64_t got = kUnknown;
+  int64_t local = kUnknown;
+  int64_t global = kUnknown;
+  bool can_broadcast = false;
+};
+
+int64_t global_tokens(const CallFacts& facts, const LayoutSpec* layout, int64_t rows) {
+  const AttentionSpec& spec = facts.spec;
+  if (layout) return std::accumulate(layout->lengths.begin(), layout->lengths.end(), spec.joint_len);
+  const bool equal_shards = spec.policy.require_seq_divisible || spec.cp_size == 1;
+  return rows < 0 || !equal_shards ? kUnknown : rows * spec.cp_size + spec.joint_len;
+}
+
+// Joint tokens belong to no rank: with them an axis is global, of the joined sequence.
+AxisSizes query_axis(const CallFacts& facts) {
+  const auto& sizes = facts.spec.attn_mask->sizes;
+  AxisSizes axis{"S_q", "q", sizes.size() == 4 ? sizes[2] : 1, kUnknown, kUnknown, true};
+  axis.global = global_tokens(facts, facts.q_layout, facts.q_rows);
+  if (facts.spec.joint_len == 0) axis.local = facts.q_rows;
+  return axis;
+}
+
+AxisSizes key_axis(const CallFacts& facts) {
+  AxisSizes axis{"S_kv", "kv", facts.spec.attn_mask->sizes.back(), kUnknown, kUnknown, false};
+  if (facts.spec.kv_role == "replicated") {
+    axis.global = facts.k_rows;
+  } else {
+    axis.global = global_tokens(facts, facts.kv_layout, facts.k_rows);
+    if (facts.spec.joint_len == 0) axis.local = facts.k_rows;
+  }
+  return axis;
+}
+
+std::string legal_sizes(const AxisSizes& axis) {
+  std::vector<std::string> sizes;
+  if (axis.can_broadcast) sizes.emplace_back("1 (broadcast)");
+  if (axis.local != kUnknown) sizes.push_back(cat(axis.local, " (local)"));
+  if (axis.global != kUnknown) sizes.push_back(cat(axis.global, " (global)"));
+  return cat(axis.name, '=', join(sizes, ", or "));
+}
+
+// Every reading that the size allows; readings that mean the same are one.
+std::vector<MaskAxis> readings(const AxisSizes& axis, int64_t cp_size) {
+  std::vector<MaskAxis> found;
+  if (axis.can_broadcast && axis.got == 1) found.push_back(MaskAxis::kBroadcast);
+  const bool is_global = axis.got == axis.global && found.empty();  // one token: the same as broadcast
+  if (is_global) found.push_back(MaskAxis::kGlobal);
+  const bool one_rank = cp_size == 1 && !found.empty();
+  if (axis.got == axis.local && axis.local != kUnknown && !one_rank) found.push_back(MaskAxis::kLocal);
+  return found;
+}
+
+std::string_view word_of(MaskAxis axis) {
+  switch (axis) {
+    case MaskAxis::kBroadcast:
+      return "broadcast";
+    case MaskAxis::kLocal:
+      return "local";
+    default:
+      return "global";
+  }
+}
+
+struct Reading {
+  std::optional<MaskAxis> axis;
+  std::optional<base::Problem> problem;
+};
+
+Reading read_declared(const AxisSizes& axis, const std::string& declared) {
+  const bool broadcast = declared == "broadcast" && axis.can_broadcast;
+  if (!broadcast && declared != "local" && declared != "global") {
+    const std::vector<std::string_view> known =
+        axis.can_broadcast ? std::vector<std::string_view>{"broadcast", "local", "global"}
+                           : std::vector<std::string_view>{"local", "global"};
+    return {{}, unknown_word("CP033", cat("mask_layout.", axis.parameter), declared, known)};
+  }
+  const int64_t wanted = broadcast ? 1 : declared == "local" ? axis.local : axis.global;
+  if (axis.got == wanted)
+    return {broadcast             ? MaskAxis::kBroadcast
+            : declared == "local" ? MaskAxis::kLocal
+                                  : MaskAxis::kGlobal,
+            {}};
+  const std::string expected = wanted == kUnknown ? std::string("no known size here") : cat(wanted, " rows");
+  return {{}, invalid("CP028",
+                      cat("mask_layout has ", axis.parameter, "=\"", declared, "\", which is ", expected,
+                          ", and attn_mask has ", axis.name, '=', axis.got),
+                      "", cat("attn_mask with ", legal_sizes(axis)))};
+}
+
+Reading read_axis(const CallFacts& facts, const AxisSizes& axis, const std::string& declared) {
+  if (!declared.empty()) return read_declared(axis, declared);
+  const std::vector<MaskAxis> found = readings(axis, facts.spec.cp_size);
+  if (found.size() == 1) return {found.front(), {}};
+  if (found.empty() && axis.global == kUnknown)
+    return {{}, invalid("CP028",
+                        cat("attn_mask has ", axis.name, '=', axis.got,
+                            ", and without a layout under require_seq_divisible=False nobody knows the global length"),
+                        "A mask is checked before any data moves", "layout=SequenceLayout(seq_len, cp_size, policy)")};
+  if (found.empty())
+    return {{}, invalid("CP027", cat("attn_mask has ", axis.name, '=', axis.got),
+                        facts.spec.joint_len > 0
+                            ? cat("With joint tokens a mask covers the joined sequence of ", axis.global, " tokens")
+                            : std::string(),
+                        cat("attn_mask with ", legal_sizes(axis)))};
+  std::vector<std::string> fixes;
+  for (const MaskAxis reading : found)
+    fixes.push_back(cat("mask_layout=MaskLayout(", axis.parameter, "=\"", word_of(reading), "\")"));
+  return {{}, invalid("CP028",
+                      cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
+                          word_of(found[1])),
+                      "", join(fixes, ", or "))};
+}
+
+bool shape_is_readable(const CallFacts& facts) {
+  const auto& mask = facts.spec.attn_mask;
+  return mask && (mask->sizes.size() == 2 || mask->sizes.size() == 4) && facts.q_is_4d && facts.k_is_4d;
+}
+
+std::string first_axes_fix(const CallFacts& facts) {
+  return cat("attn_mask of shape [", facts.batch, "|1, ", facts.num_heads, "|1, S_q|1, S_kv], or [", facts.batch,
+             ", S_kv] for key padding");
+}
+
+CallProblems shape_rule(const CallFacts& facts) {
+  const auto& mask = facts.spec.attn_mask;
+  if (!mask || !facts.q_is_4d || !facts.k_is_4d) return {};
+  const auto& sizes = mask->sizes;
+  const std::string got = cat("attn_mask has shape [", join(sizes), ']');
+  if (sizes.size() != 2 && sizes.size() != 4) {
+    const std::string fix = sizes.size() == 3 ? "attn_mask.unsqueeze(1), if it is [B, S_q, S_kv]; or " : "";
+    return {invalid("CP027", got, "A mask is 2-D or 4-D", fix + first_axes_fix(facts))};
+  }
+  const bool batch = sizes[0] == facts.batch || sizes[0] == 1;
+  if (sizes.size() == 4) {
+    if (batch && (sizes[1] == facts.num_heads || sizes[1] == 1)) return {};
+    return {invalid("CP027", cat(got, " for B=", facts.batch, " and H=", facts.num_heads),
+                    "Every rank passes the mask of all heads", first_axes_fix(facts))};
+  }
+  if (!batch)
+    return {invalid("CP027", cat(got, " for B=", facts.batch), "A 2-D mask is [B, S_kv], key padding",
+                    cat("attn_mask[None, None] if it is [S_q, S_kv]; or ", first_axes_fix(facts)))};
+  const AxisSizes query = query_axis(facts);
+  const bool is_query_axis = sizes[0] > 1 && (sizes[0] == query.local || sizes[0] == query.global);
+  if (!is_query_axis || facts.spec.mask_q == "broadcast") return {};
+  return {invalid("CP028", cat(got, ", which is both [B, S_kv] and [S_q, S_kv]"), "",
+                  "attn_mask[:, None, None, :] for key padding, or attn_mask[None, None] for a row per query")};
+}
+
+CallProblems axes_rule(const CallFacts& facts) {
+  if (!shape_is_readable(facts)) {
+    const bool declared = !facts.spec.mask_q.empty() || !facts.spec.mask_kv.empty();
+    if (facts.spec.attn_mask || !declared) return {};
+    return {invalid("CP028", "mask_layout is given and attn_mask is not", "", "mask_layout=None, or the attn_mask")};
+  }
+  const Reading q = read_axis(facts, query_axis(facts), facts.spec.mask_q);
+  const Reading kv = read_axis(facts, key_axis(facts), facts.spec.mask_kv);
+  CallProblems problems;
+  add(problems, q.problem);
+  add(problems, kv.problem);
+  const bool both_local = q.axis == MaskAxis::kLocal && kv.axis == MaskAxis::kLocal;
+  if (both_local && facts.spec.cp_size > 1)
+    problems.push_back(invalid("CP028",
+                               cat("attn_mask has S_q=", facts.q_rows, " and S_kv=", facts.k_rows, ", both local"),
+                               "What a rank's queries see of other ranks' keys would be nowhere",
+                               cat("attn_mask with ", legal_sizes(key_axis(facts)), " on the key axis, global")));
+  const bool sharded = q.axis == MaskAxis::kLocal || kv.axis == MaskAxis::kLocal;
+  if (sharded && facts.spec.attn_mask->requires_grad)
+    problems.push_back({"CP040", base::ErrorKind::kUnsupported,
+                        "attn_mask requires a gradient and one of its axes is local, so it would have to be gathered",
+                        "", "the global mask on every rank, or attn_mask.detach()"});
+  return problems;
+}
+
+CallProblems mask_dtype_rule(const CallFacts& facts) {
+  const auto& mask = facts.spec.attn_mask;
+  if (!mask) return {};
+  CallProblems problems;
+  if (mask->dtype != "bool" && !mask->is_floating)
+    problems.push_back(invalid("CP027", cat("attn_mask.dtype=", mask->dtype),
+                               "A mask is bool (True = visible) or floating (added to the scores)",
+                               "attn_mask.bool(), if 1 means visible"));
+  if (mask->device != facts.spec.q.device)
+    problems.push_back(invalid("CP022", cat("attn_mask.device=", mask->device, ", q.device=", facts.spec.q.device), "",
+                               cat("attn_mask.to(\"", facts.spec.q.device, "\")")));
+  return problems;
+}
+
+constexpr std::array<CallRule, 3> kRules = {shape_rule, axes_rule, mask_dtype_rule};
+
+}  // namespace
+
+MaskAxes mask_axes(const AttentionSpec& spec) {
+  const CallFacts facts(spec);
+  const Reading q = read_axis(facts, query_axis(facts), spec.mask_q);
+  const Reading kv = read_axis(facts, key_axis(facts), spec.mask_kv);
+  return {q.axis.value_or(MaskAxis::kBroadcast), kv.axis.value_or(MaskAxis::kGlobal)};
+}
+
+std::span<const CallRule> mask_rules() { return kRules; }
+
+}  // namespace ulysses::contract
