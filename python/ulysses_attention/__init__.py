@@ -10,8 +10,8 @@ load_core()
 
 from ulysses_attention.attention import ulysses_attention  # noqa: E402
 from ulysses_attention.check import check_attention, check_same  # noqa: E402
-from ulysses_attention.launch import run_processes  # noqa: E402
 from ulysses_attention.gradients import sum_grad  # noqa: E402
+from ulysses_attention.launch import run_processes  # noqa: E402
 from ulysses_attention.layout import SequenceLayout  # noqa: E402
 from ulysses_attention.merge import merge_attention  # noqa: E402
 from ulysses_attention.policy import UlyssesContextParallelPolicy  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -103,8 +102,8 @@ def run_call(
     q, k, v = (to_bshd(x, qkv_format) for x in tensors)
     joined = None
     if joint is not None:
-        texts = {name: to_bshd(getattr(joint, name), qkv_format) for name in ("q", "k", "v")}
-        joined = join(dataclasses.replace(joint, **texts), q, k, v)
+        text_q, text_k, text_v = (to_bshd(text, qkv_format) for text in (joint.q, joint.k, joint.v))
+        joined = join(JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens), q, k, v)
         q, k, v = joined.q, joined.k, joined.v
     request = make_request(joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
     out, lse = execute(q, k, v, attn_mask, sinks, request)

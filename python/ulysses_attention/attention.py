@@ -74,8 +74,8 @@ def ulysses_attention(
     kv_role: "replicated": k and v are whole and equal on every rank (cross-attention); nothing is communicated.
     sinks:  [H], one logit per head that takes softmax weight and gives nothing. softcap: c · tanh(scores / c).
     qkv_format: "bshd", "bhsd" or "sbhd", of q, k, v, joint tokens and out; as views. lse is always [B, H, S_local].
-    Gradients of what every rank holds alike (joint tokens, replicated k and v, sinks, masks) are partial: their sum over
-            the ranks is the gradient (`sum_grad`). A mask with a local axis gets none: refused.
+    Gradients of what every rank holds alike (joint tokens, replicated k and v, sinks, masks) are partial: their sum
+            over the ranks is the gradient (`sum_grad`). A mask with a local axis gets none: refused.
     kernel: "auto", a registered name, or a function (q, k, v, call) -> out or (out, lse).
     Errors: ValueError, NotImplementedError or RuntimeError whose text ends in an id; docs/errors.md lists them. Options
             that a path cannot honour are refused before any data moves, on every rank.

@@ -19,8 +19,8 @@ def sum_grad(x: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None) ->
     """x, with a backward that sums its gradient over the ranks: for a tensor that every rank holds alike.
 
     Put it where a replicated tensor enters the part of a model that each rank computes on its own tokens: text before
-    the first joint attention, keys before a cross-attention. Behind it each rank's gradient is partial, before it whole,
-    and equal on every rank. Once: a parameter gradient that is summed later must not pass through it as well.
+    the first joint attention, keys before a cross-attention. Behind it each rank's gradient is partial, before it
+    whole, and equal on every rank. Once: a parameter gradient that is summed later must not pass through it as well.
 
     Shapes: any → the same, a copy.
     Comm:   forward none. Backward one collective, (W − 1) · bytes of x a rank; sums in float32, in rank order. Every

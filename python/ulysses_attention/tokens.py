@@ -92,7 +92,10 @@ def join(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     length = total_len
     if valid_lens and len(valid_lens) == q.size(0) and len(set(valid_lens)) == 1 and 0 <= valid_lens[0] <= total_len:
         length, valid_lens = valid_lens[0], ()  # the same end everywhere: cut, and no mask is needed
-    texts = [text.narrow(1, 0, length) for text in (joint.q, joint.k, joint.v)]
-    pairs = zip(texts, (q, k, v), strict=True)
-    joined = [torch.cat([text, x] if in_front else [x, text], dim=1) for text, x in pairs]
+
+    def beside(text: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        text = text.narrow(1, 0, length)
+        return torch.cat([text, x] if in_front else [x, text], dim=1)
+
+    joined = beside(joint.q, q), beside(joint.k, k), beside(joint.v, v)
     return JoinedCall(*joined, length, total_len, joint.position, valid_lens, "")

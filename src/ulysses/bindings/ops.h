@@ -27,7 +27,7 @@ namespace ulysses::bindings {
 
 // The tensors of a call; joint tokens stand in q, k and v.
 #define ULYSSES_INPUT_SCHEMA "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks"
-#define ULYSSES_INPUT_PARAMETERS                                                                                     \
+#define ULYSSES_INPUT_PARAMETERS                                                                            \
   const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor>&attn_mask, \
       const std::optional<at::Tensor>&sinks
 #define ULYSSES_INPUT_ARGUMENTS q, k, v, attn_mask, sinks

@@ -113,16 +113,17 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const std::optional
   const AttentionPlan plan = saved_plan(options, call, saved.extras, saved.lengths, sizes);
   const Strategy& strategy = strategy::strategy_for(options.strategy, plan);
   strategy::LocalWork work = strategy.local_work(plan);
-  strategy::LocalMask mask = strategy::local_mask(saved.extras.attn_mask, plan, strategy, work, grad_out.device(), group);
+  strategy::LocalMask mask =
+      strategy::local_mask(saved.extras.attn_mask, plan, strategy, work, grad_out.device(), group);
   kernels::KernelOutput local = saved.local;
-  local.out = strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1)
-                                                  : strategy.local_rows(plan, saved.out);
+  local.out =
+      strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : strategy.local_rows(plan, saved.out);
 
   kernels::KernelOutput grad = strategy.restore_backward(plan, grads_to_send(grad_out, grad_lse, plan), group);
   if (grad.lse.defined() && !grad.lse.any().item<bool>()) grad.lse = at::Tensor();  // the kernel may stay the forward's
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
-  const processors::AttendWork todo = processors::attend_work(options, plan, std::move(work), std::move(mask),
-                                                              saved.extras.sinks, /*trains=*/true);
+  const processors::AttendWork todo =
+      processors::attend_work(options, plan, std::move(work), std::move(mask), saved.extras.sinks, /*trains=*/true);
   const bool mask_needs_grad = (requires_grad_mask & processors::kGradMask) != 0;
   const processors::LocalGrads grads = processors::attend_runs_backward(todo, views, local, grad, mask_needs_grad);
   const Qkv shards = strategy.exchange_backward(plan, grads.views, group);
@@ -160,8 +161,8 @@ AttentionBackwardResult attention_backward(const at::Tensor& grad_out, const std
                                            int64_t requires_grad_mask) {
   AttentionBackwardResult result;
   translate_errors([&] {
-    const Saved saved{{q, k, v}, extras_of(attn_mask, sinks), out, {saved_q, saved_kv}, {saved_out, saved_lse},
-                      saved_lengths};
+    const Saved saved{{q, k, v},           extras_of(attn_mask, sinks), out,
+                      {saved_q, saved_kv}, {saved_out, saved_lse},      saved_lengths};
     result = backward(grad_out, grad_lse, saved, C10_AS_INTARRAYREF_SLOW(sizes).vec(), {ULYSSES_CALL_ARGUMENTS},
                       requires_grad_mask);
   });

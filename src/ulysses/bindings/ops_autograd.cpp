@@ -76,23 +76,37 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
     const auto given = [](const at::Tensor& x) { return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt; };
     const at::Tensor grad_out =
         grads[0].defined() ? grads[0] : at::zeros_symint({sizes[0], sizes[1], sizes[2], sizes[6]}, saved[0].options());
-    const auto [dq, dk, dv, dmask, dsinks] =
-        op.call(grad_out, given(grads[1]), saved[0], saved[1], saved[2], given(saved[9]), given(saved[10]), saved[3],
-                saved[4], saved[5], saved[6], saved[7], saved[8], sizes, data["group_name"].toStringRef(),
-                data["cp_size"].toInt(), data["cp_rank"].toInt(), lengths, padded_lengths, kv_lengths,
-                kv_padded_lengths, data["is_causal"].toBool(),
-                scale.isNone() ? std::nullopt : std::optional<double>(scale.toDouble()), data["return_lse"].toBool(),
-                data["config"].toStringRef(), bits);
+    const auto [dq, dk, dv, dmask, dsinks] = op.call(
+        grad_out, given(grads[1]), saved[0], saved[1], saved[2], given(saved[9]), given(saved[10]), saved[3], saved[4],
+        saved[5], saved[6], saved[7], saved[8], sizes, data["group_name"].toStringRef(), data["cp_size"].toInt(),
+        data["cp_rank"].toInt(), lengths, padded_lengths, kv_lengths, kv_padded_lengths, data["is_causal"].toBool(),
+        scale.isNone() ? std::nullopt : std::optional<double>(scale.toDouble()), data["return_lse"].toBool(),
+        data["config"].toStringRef(), bits);
     const auto asked = [bits](int64_t bit, const at::Tensor& grad) { return (bits & bit) != 0 ? grad : at::Tensor(); };
-    return {dq, dk, dv, asked(processors::kGradMask, dmask), asked(processors::kGradSinks, dsinks),
-            {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    return {dq,
+            dk,
+            dv,
+            asked(processors::kGradMask, dmask),
+            asked(processors::kGradSinks, dsinks),
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {},
+            {}};
   }
 };
 
 std::tuple<at::Tensor, at::Tensor> attention_autograd(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS) {
   translate_errors([&] { processors::refuse_forward_derivative({q, k, v}); });
-  const int64_t bits = processors::requires_grad_bits(
-      {q, k, v}, {attn_mask.value_or(at::Tensor()), sinks.value_or(at::Tensor())});
+  const int64_t bits =
+      processors::requires_grad_bits({q, k, v}, {attn_mask.value_or(at::Tensor()), sinks.value_or(at::Tensor())});
   if (bits == 0) {
     static const auto op = find_op<Attention>("ulysses::attention");
     const at::AutoDispatchBelowADInplaceOrView guard;

@@ -51,7 +51,7 @@ struct AttentionOptions {
   std::string joint_position = "prefix";
   std::vector<int64_t> joint_valid_lens;  // per sequence of the batch; empty: all of them
   std::string joint_problem;              // why the caller's joint tokens could not be put beside q, k and v
-  std::vector<Feature> requested;       // features asked for by arguments that no field above describes
+  std::vector<Feature> requested;         // features asked for by arguments that no field above describes
 };
 
 // One call of the operation on one rank, complete and free of torch: everything that can differ between ranks and

@@ -38,9 +38,8 @@ CallProblems valid_lens_rule(const CallFacts& facts) {
   for (const int64_t len : lens) legal = legal && len >= 0 && len <= facts.spec.joint_len;
   if (legal) return {};
   return {invalid(
-      "CP029",
-      cat("joint.valid_lens=[", join(lens), "] for B=", facts.batch, " sequences of T=", facts.spec.joint_len), "",
-      cat("valid_lens with ", facts.batch, " numbers from 0 to ", facts.spec.joint_len, ", or valid_lens=None"))};
+      "CP029", cat("joint.valid_lens=[", join(lens), "] for B=", facts.batch, " sequences of T=", facts.spec.joint_len),
+      "", cat("valid_lens with ", facts.batch, " numbers from 0 to ", facts.spec.joint_len, ", or valid_lens=None"))};
 }
 
 CallProblems replicated_rule(const CallFacts& facts) {

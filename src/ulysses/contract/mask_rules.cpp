@@ -89,22 +89,20 @@ struct Reading {
 Reading read_declared(const AxisSizes& axis, const std::string& declared) {
   const bool broadcast = declared == "broadcast" && axis.can_broadcast;
   if (!broadcast && declared != "local" && declared != "global") {
-    const std::vector<std::string_view> known =
-        axis.can_broadcast ? std::vector<std::string_view>{"broadcast", "local", "global"}
-                           : std::vector<std::string_view>{"local", "global"};
+    const std::vector<std::string_view> known = axis.can_broadcast
+                                                    ? std::vector<std::string_view>{"broadcast", "local", "global"}
+                                                    : std::vector<std::string_view>{"local", "global"};
     return {{}, unknown_word("CP033", cat("mask_layout.", axis.parameter), declared, known)};
   }
   const int64_t wanted = broadcast ? 1 : declared == "local" ? axis.local : axis.global;
   if (axis.got == wanted)
-    return {broadcast             ? MaskAxis::kBroadcast
-            : declared == "local" ? MaskAxis::kLocal
-                                  : MaskAxis::kGlobal,
-            {}};
+    return {broadcast ? MaskAxis::kBroadcast : declared == "local" ? MaskAxis::kLocal : MaskAxis::kGlobal, {}};
   const std::string expected = wanted == kUnknown ? std::string("no known size here") : cat(wanted, " rows");
-  return {{}, invalid("CP028",
-                      cat("mask_layout has ", axis.parameter, "=\"", declared, "\", which is ", expected,
-                          ", and attn_mask has ", axis.name, '=', axis.got),
-                      "", cat("attn_mask with ", legal_sizes(axis)))};
+  return {{},
+          invalid("CP028",
+                  cat("mask_layout has ", axis.parameter, "=\"", declared, "\", which is ", expected,
+                      ", and attn_mask has ", axis.name, '=', axis.got),
+                  "", cat("attn_mask with ", legal_sizes(axis)))};
 }
 
 Reading read_axis(const CallFacts& facts, const AxisSizes& axis, const std::string& declared) {
@@ -112,23 +110,26 @@ Reading read_axis(const CallFacts& facts, const AxisSizes& axis, const std::stri
   const std::vector<MaskAxis> found = readings(axis, facts.spec.cp_size);
   if (found.size() == 1) return {found.front(), {}};
   if (found.empty() && axis.global == kUnknown)
-    return {{}, invalid("CP028",
-                        cat("attn_mask has ", axis.name, '=', axis.got,
-                            ", and without a layout under require_seq_divisible=False nobody knows the global length"),
-                        "A mask is checked before any data moves", "layout=SequenceLayout(seq_len, cp_size, policy)")};
+    return {{},
+            invalid("CP028",
+                    cat("attn_mask has ", axis.name, '=', axis.got,
+                        ", and without a layout under require_seq_divisible=False nobody knows the global length"),
+                    "A mask is checked before any data moves", "layout=SequenceLayout(seq_len, cp_size, policy)")};
   if (found.empty())
-    return {{}, invalid("CP027", cat("attn_mask has ", axis.name, '=', axis.got),
-                        facts.spec.joint_len > 0
-                            ? cat("With joint tokens a mask covers the joined sequence of ", axis.global, " tokens")
-                            : std::string(),
-                        cat("attn_mask with ", legal_sizes(axis)))};
+    return {{},
+            invalid("CP027", cat("attn_mask has ", axis.name, '=', axis.got),
+                    facts.spec.joint_len > 0
+                        ? cat("With joint tokens a mask covers the joined sequence of ", axis.global, " tokens")
+                        : std::string(),
+                    cat("attn_mask with ", legal_sizes(axis)))};
   std::vector<std::string> fixes;
   for (const MaskAxis reading : found)
     fixes.push_back(cat("mask_layout=MaskLayout(", axis.parameter, "=\"", word_of(reading), "\")"));
-  return {{}, invalid("CP028",
-                      cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
-                          word_of(found[1])),
-                      "", join(fixes, ", or "))};
+  return {{},
+          invalid("CP028",
+                  cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
+                      word_of(found[1])),
+                  "", join(fixes, ", or "))};
 }
 
 bool shape_is_readable(const CallFacts& facts) {

@@ -37,10 +37,9 @@ CallProblems restore_dim_rule(const CallFacts& facts) {
   const int64_t wanted = sequence_dim(spec.qkv_format);
   const int64_t got = spec.policy.output_restore_dim;
   if (got == wanted || got < 0 || got > 2) return {};
-  return {invalid("CP005",
-                  cat("output_restore_dim=", got, " is not the sequence dimension of qkv_format=\"", spec.qkv_format,
-                      '"'),
-                  "The output is restored on the dimension that was sharded", cat("output_restore_dim=", wanted))};
+  return {invalid(
+      "CP005", cat("output_restore_dim=", got, " is not the sequence dimension of qkv_format=\"", spec.qkv_format, '"'),
+      "The output is restored on the dimension that was sharded", cat("output_restore_dim=", wanted))};
 }
 
 CallProblems requested_size_rule(const CallFacts& facts) {

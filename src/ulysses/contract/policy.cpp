@@ -28,7 +28,8 @@ constexpr std::array<PolicyField, 8> kFields = {{
      "a length that does not divide is padded at its end (True) or refused with the padded length (False)"},
     {"pad_multiple", "8", "a shard's length is a multiple of this; it fixes shard lengths and nothing else"},
     {"kv_must_be_global", "True", "a query must see the keys and values of every rank; False is refused"},
-    {"output_restore_dim", "1", "sequence dimension of the output; must be that of `qkv_format`: 1 for bshd, 2 for bhsd, 0 for sbhd"},
+    {"output_restore_dim", "1",
+     "sequence dimension of the output; must be that of `qkv_format`: 1 for bshd, 2 for bhsd, 0 for sbhd"},
     {"base_processor", "\"UlyssesAttentionProcessor\"", "class that every backend inherits; another value is refused"},
     {"required_checks", "(\"seq_divisible\", \"kv_global_gathered\", \"output_restore_dim\")",
      "checks that the base class runs in every forward; removing or misspelling one is refused"},
@@ -78,11 +79,11 @@ Problems kv_global_rule(const ConfigFacts& facts) {
 Problems restore_dim_rule(const ConfigFacts& facts) {
   const int64_t dim = facts.policy.output_restore_dim;
   if (dim >= 0 && dim <= 2) return {};  // of bshd, bhsd or sbhd; a call says which
-  return {invalid("CP005",
-                  cat("output_restore_dim=", facts.policy.output_restore_dim,
-                      " is the sequence dimension of no qkv_format"),
-                  "The output is restored on the dimension that was sharded",
-                  "output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd")};
+  return {invalid(
+      "CP005",
+      cat("output_restore_dim=", facts.policy.output_restore_dim, " is the sequence dimension of no qkv_format"),
+      "The output is restored on the dimension that was sharded",
+      "output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd")};
 }
 
 Problems pad_multiple_rule(const ConfigFacts& facts) {

@@ -188,7 +188,8 @@ LocalGrads attend_runs_backward(const AttendWork& work, const Qkv& views, const 
     heads.dk.push_back(std::move(grads.dk));
     heads.dv.push_back(std::move(grads.dv));
     if (grads.dsinks.defined()) heads.dsinks.push_back(std::move(grads.dsinks));
-    if (mask_needs_grad) mask_of({total.dmask, work.mask.q_begin}, part.heads.query, part.call.q_positions).add_(grads.dmask);
+    if (mask_needs_grad)
+      mask_of({total.dmask, work.mask.q_begin}, part.heads.query, part.call.q_positions).add_(grads.dmask);
   };
   for_each_part(work, views, visit, [&] {
     dq_rows.push_back(joined(heads.dq, 2));

@@ -26,10 +26,10 @@ AttendWork attend_work(const contract::AttentionOptions& options, const strategy
 using AttendFunction = std::function<kernels::KernelOutput(const at::Tensor& q, const at::Tensor& k,
                                                            const at::Tensor& v, const AttendCall& call)>;
 
-// Calls attend once per uniform head run and contiguous range of query positions and puts rows and heads together again;
-// never with an empty tensor. A rank without
-// work gets an empty or zero result that stays attached to the received tensors, so that its backward runs too.
-// Errors: CP052 when attend returns another shape or dtype than it must.
+// Calls attend once per uniform head run and contiguous range of query positions and puts rows and heads together
+// again; never with an empty tensor. A rank without work gets an empty or zero result that stays attached to the
+// received tensors, so that its backward runs too. Errors: CP052 when attend returns another shape or dtype than it
+// must.
 kernels::KernelOutput attend_runs(const AttendWork& work, const strategy::Qkv& views, const AttendFunction& attend);
 
 struct LocalGrads {

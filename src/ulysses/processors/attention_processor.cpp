@@ -45,7 +45,9 @@ void attach(KernelOutput& local, const CallTensors& extras) {
 }  // namespace
 
 int64_t requires_grad_bits(const Qkv& qkv, const CallTensors& extras) {
-  const auto bit = [](RequiresGrad flag, const at::Tensor& x) { return needs_grad(x) ? static_cast<int64_t>(flag) : 0; };
+  const auto bit = [](RequiresGrad flag, const at::Tensor& x) {
+    return needs_grad(x) ? static_cast<int64_t>(flag) : 0;
+  };
   return bit(kGradQ, qkv.q) | bit(kGradK, qkv.k) | bit(kGradV, qkv.v) | bit(kGradMask, extras.attn_mask) |
          bit(kGradSinks, extras.sinks);
 }

@@ -65,8 +65,8 @@ struct KernelFunction : torch::autograd::Function<KernelFunction> {
                                                 const std::optional<at::Tensor>& attn_mask,
                                                 const std::optional<at::Tensor>& sinks, const AttendCall& call) {
     const kernels::KernelOutput output = kernel_forward({q, k, v}, call, /*backward=*/true);
-    context->save_for_backward({q, k, v, output.out, output.lse, attn_mask.value_or(at::Tensor()),
-                                sinks.value_or(at::Tensor())});
+    context->save_for_backward(
+        {q, k, v, output.out, output.lse, attn_mask.value_or(at::Tensor()), sinks.value_or(at::Tensor())});
     context->set_materialize_grads(false);
     context->saved_data["mask_needs_grad"] = attn_mask && attn_mask->requires_grad();
     if (call.softcap) context->saved_data["softcap"] = *call.softcap;
@@ -133,9 +133,8 @@ std::vector<base::Problem> KernelProcessor::refusals(const AttentionSpec& spec, 
 kernels::KernelOutput KernelProcessor::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                               const AttendCall& call) {
   const auto needs_grad = [](const at::Tensor& x) { return x.defined() && x.requires_grad(); };
-  const bool differentiable = at::GradMode::is_enabled() &&
-                              (needs_grad(q) || needs_grad(k) || needs_grad(v) || needs_grad(call.attn_mask) ||
-                               needs_grad(call.sinks));
+  const bool differentiable = at::GradMode::is_enabled() && (needs_grad(q) || needs_grad(k) || needs_grad(v) ||
+                                                             needs_grad(call.attn_mask) || needs_grad(call.sinks));
   if (!differentiable) return kernel_forward({q, k, v}, call, call.trains);
   const auto given = [](const at::Tensor& x) { return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt; };
   const auto outputs = KernelFunction::apply(q, k, v, given(call.attn_mask), given(call.sinks), call);
@@ -148,7 +147,8 @@ KernelProcessor& kernel_processor() {
 }
 
 kernels::KernelGrads kernel_backward(const kernels::KernelOutput& grad, const Qkv& qkv,
-                                     const kernels::KernelOutput& output, const AttendCall& call, bool mask_needs_grad) {
+                                     const kernels::KernelOutput& output, const AttendCall& call,
+                                     bool mask_needs_grad) {
   kernels::LocalAttentionOptions options = local_options(qkv, call);
   options.mask_needs_grad = mask_needs_grad;
   return kernels::local_attention_backward(kernel_for(qkv, call, /*backward=*/true), grad.out, grad.lse, qkv.q, qkv.k,

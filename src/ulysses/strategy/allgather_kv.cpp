@@ -58,11 +58,9 @@ class AllgatherKvStrategy final : public Strategy {
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const Group& group) const override {
-    const auto sequence = [&](const at::Tensor& x) {
-      return x.narrow(1, plan.first_position(), plan.kv_seq_len());
-    };
-    const at::Tensor rows = exchange::sum_tokens(exchange::token_rows({sequence(grads.k), sequence(grads.v)}),
-                                                 plan.kv_lengths, group);
+    const auto sequence = [&](const at::Tensor& x) { return x.narrow(1, plan.first_position(), plan.kv_seq_len()); };
+    const at::Tensor rows =
+        exchange::sum_tokens(exchange::token_rows({sequence(grads.k), sequence(grads.v)}), plan.kv_lengths, group);
     const auto kv =
         exchange::head_views(rows, {plan.num_kv_heads, plan.num_kv_heads}, {grads.k.size(3), grads.v.size(3)});
     const at::Tensor dk = pad_tokens(kv[0], plan.kv_rows);
@@ -83,15 +81,12 @@ class AllgatherKvStrategy final : public Strategy {
       head_dims.push_back(parts[1].size(3));
     }
     const at::Tensor rows = exchange::gather_tokens(exchange::token_rows(parts), plan.joint_shares(), group);
-    const auto joint =
-        exchange::head_views(rows, std::vector<int64_t>(parts.size(), plan.num_heads), head_dims);
-    const KernelOutput own = pad_rows(
-        {local.out.narrow(1, own_share, plan.length()),
-         plan.return_lse ? local.lse.narrow(2, own_share, plan.length()) : at::Tensor()},
-        plan.rows, plan.return_lse);
+    const auto joint = exchange::head_views(rows, std::vector<int64_t>(parts.size(), plan.num_heads), head_dims);
+    const KernelOutput own = pad_rows({local.out.narrow(1, own_share, plan.length()),
+                                       plan.return_lse ? local.lse.narrow(2, own_share, plan.length()) : at::Tensor()},
+                                      plan.rows, plan.return_lse);
     KernelOutput shard{beside(plan, joint[0], own.out), {}};
-    if (plan.return_lse)
-      shard.lse = beside(plan, exchange::column_as_lse(joint[1], own.lse.scalar_type()), own.lse, 2);
+    if (plan.return_lse) shard.lse = beside(plan, exchange::column_as_lse(joint[1], own.lse.scalar_type()), own.lse, 2);
     return shard;
   }
 

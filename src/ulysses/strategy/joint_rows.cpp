@@ -33,9 +33,9 @@ kernels::KernelOutput shard_of(const AttentionPlan& plan, const kernels::KernelO
     return kernels::KernelOutput{take(real.out, 1), plan.return_lse ? take(real.lse, 2) : at::Tensor()};
   };
   const kernels::KernelOutput joint = part([&](const at::Tensor& x, int64_t dim) { return joint_rows(plan, x, dim); });
-  const kernels::KernelOutput own = pad_rows(
-      part([&](const at::Tensor& x, int64_t dim) { return own_rows(plan, x, plan.length(), dim); }), plan.rows,
-      plan.return_lse);
+  const kernels::KernelOutput own =
+      pad_rows(part([&](const at::Tensor& x, int64_t dim) { return own_rows(plan, x, plan.length(), dim); }), plan.rows,
+               plan.return_lse);
   kernels::KernelOutput shard{beside(plan, joint.out, own.out), {}};
   if (plan.return_lse) shard.lse = beside(plan, joint.lse, own.lse, 2);
   return shard;

@@ -13,15 +13,15 @@ struct LocalMask {
   int64_t q_begin = 0;  // global position of its first row
 };
 
-// A mask as the caller passed it ([B, S_kv] or 4-D, axes as plan.mask says) → a view of it, or of what is gathered where
-// an axis is local and other ranks' part is needed. Joint keys behind their valid length are hidden in it too.
+// A mask as the caller passed it ([B, S_kv] or 4-D, axes as plan.mask says) → a view of it, or of what is gathered
+// where an axis is local and other ranks' part is needed. Joint keys behind their valid length are hidden in it too.
 // Comm:    one gather for each such axis, of this rank's part; none if the same tensor, unchanged, was gathered over
 //          this group before (the last kMasksKept of a thread's ranks are remembered).
 LocalMask local_mask(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy, const LocalWork& work,
                      const at::Device& device, const exchange::Group& group);
 
-// Rows of joint tokens behind their sequence's valid length: out 0 and lse −inf, which makes their gradients zero. Takes
-// and returns the local result; differentiable through out.
+// Rows of joint tokens behind their sequence's valid length: out 0 and lse −inf, which makes their gradients zero.
+// Takes and returns the local result; differentiable through out.
 kernels::KernelOutput hide_invalid_rows(const kernels::KernelOutput& local, const AttentionPlan& plan,
                                         const LocalWork& work);
 

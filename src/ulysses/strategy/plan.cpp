@@ -30,7 +30,7 @@ std::vector<int64_t> AttentionPlan::joint_shares() const {
 }
 
 bool exchanges_lengths(const contract::AttentionSpec& spec) {
-  return spec.cp_size > 1 && !spec.policy.require_seq_divisible && 
+  return spec.cp_size > 1 && !spec.policy.require_seq_divisible &&
          (!spec.layout || (!spec.kv_layout && spec.kv_role != "replicated"));
 }
 
@@ -45,9 +45,8 @@ AttentionPlan make_plan(const contract::AttentionSpec& spec, const std::vector<s
   plan.rows = spec.q.sizes[1] - spec.joint_len;
   plan.kv_rows = spec.k.sizes[1] - spec.joint_len;
   plan.lengths = lengths_of(spec.layout, plan.rows, spec.cp_size, exchanged, 0);
-  plan.kv_lengths = plan.replicated_kv
-                        ? std::vector<int64_t>(static_cast<size_t>(spec.cp_size), plan.kv_rows)
-                        : lengths_of(spec.kv_layout, plan.kv_rows, spec.cp_size, exchanged, 1);
+  plan.kv_lengths = plan.replicated_kv ? std::vector<int64_t>(static_cast<size_t>(spec.cp_size), plan.kv_rows)
+                                       : lengths_of(spec.kv_layout, plan.kv_rows, spec.cp_size, exchanged, 1);
   plan.num_heads = spec.q.sizes[2];
   plan.num_kv_heads = spec.k.sizes[2];
   plan.head_dim = spec.q.sizes[3];

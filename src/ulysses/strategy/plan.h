@@ -22,10 +22,10 @@ struct AttentionPlan {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
   int64_t v_head_dim = 0;
-  partition::HeadRanges heads;  // per rank
-  bool replicated_kv = false;  // every rank has all kv_rows keys
-  int64_t joint_len = 0;       // tokens of every rank, beside its own in q, k and v
-  bool joint_first = true;     // in front of the sequence; else behind it
+  partition::HeadRanges heads;            // per rank
+  bool replicated_kv = false;             // every rank has all kv_rows keys
+  int64_t joint_len = 0;                  // tokens of every rank, beside its own in q, k and v
+  bool joint_first = true;                // in front of the sequence; else behind it
   std::vector<int64_t> joint_valid_lens;  // per sequence of the batch; empty: all of them
   std::optional<contract::MaskAxes> mask;
   bool is_causal = false;
@@ -34,8 +34,8 @@ struct AttentionPlan {
 
   int64_t length() const { return lengths[static_cast<size_t>(cp_rank)]; }
   int64_t kv_length() const { return kv_lengths[static_cast<size_t>(cp_rank)]; }
-  int64_t seq_len() const;     // S_global of q
-  int64_t kv_seq_len() const;  // S_global of k and v
+  int64_t seq_len() const;                                                // S_global of q
+  int64_t kv_seq_len() const;                                             // S_global of k and v
   int64_t first_position() const { return joint_first ? joint_len : 0; }  // of the sequence in the joined one
   // q and k/v are sharded differently, so they cannot share the rows of one message.
   bool split_layouts() const { return lengths != kv_lengths; }

@@ -44,7 +44,8 @@ at::Tensor for_every_rank(const AttentionPlan& plan, const at::Tensor& joined) {
 
 // The way back: the joint rows of all ranks are summed, in rank order.
 at::Tensor from_every_rank(const AttentionPlan& plan, const at::Tensor& parts) {
-  at::Tensor joint = parts.narrow(1, 0, plan.joint_len).to(exchange::accumulate_dtype(parts.scalar_type()), false, true);
+  at::Tensor joint =
+      parts.narrow(1, 0, plan.joint_len).to(exchange::accumulate_dtype(parts.scalar_type()), false, true);
   std::vector<at::Tensor> sequence;
   int64_t begin = 0;
   for (const int64_t length : plan.lengths) {
@@ -178,8 +179,7 @@ class UlyssesStrategy final : public Strategy {
   // [B, T, H, ·] with this rank's heads of the joint rows and zeros elsewhere: a partial gradient.
   static at::Tensor own_heads(const AttentionPlan& plan, const at::Tensor& joined, const exchange::HeadItem& item) {
     const Range heads = own(*item.heads, plan);
-    at::Tensor all =
-        at::zeros({joined.size(0), plan.joint_len, item.num_heads, joined.size(3)}, joined.options());
+    at::Tensor all = at::zeros({joined.size(0), plan.joint_len, item.num_heads, joined.size(3)}, joined.options());
     all.narrow(2, heads.begin, heads.size()).copy_(joint_rows(plan, joined));
     return all;
   }
