@@ -73,14 +73,15 @@ at::Tensor per_row(const at::Tensor& lse) { return lse.transpose(1, 2).unsqueeze
 KernelOutput merge_attention(at::TensorList outs, at::TensorList lses) {
   check_results(outs, lses);
   const at::ScalarType dtype = accumulate_dtype(outs[0].scalar_type());
-  at::Tensor highest = lses[0].to(dtype);
-  for (const at::Tensor& lse : lses.slice(1)) highest = at::maximum(highest, lse.to(dtype));
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& lse : lses) weights.push_back(lse.to(dtype));
+  at::Tensor highest = weights[0];
+  for (size_t i = 1; i < weights.size(); ++i) highest = at::maximum(highest, weights[i]);
   if (highest.requires_grad()) highest = highest.detach();
   const at::Tensor no_keys = at::isneginf(highest);
   const at::Tensor reference = highest.masked_fill(no_keys, 0.0);
 
-  std::vector<at::Tensor> weights;
-  for (const at::Tensor& lse : lses) weights.push_back(at::exp(lse.to(dtype) - reference));
+  for (at::Tensor& weight : weights) weight = at::exp(weight - reference);
   at::Tensor total = weights[0];
   for (size_t i = 1; i < weights.size(); ++i) total = total + weights[i];
   const at::Tensor divisor = total.masked_fill(no_keys, 1.0);
@@ -90,7 +91,7 @@ KernelOutput merge_attention(at::TensorList outs, at::TensorList lses) {
     const at::Tensor part = outs[i].to(dtype) * per_row(weights[i] / divisor);
     out = i == 0 ? part : out + part;
   }
-  return {out.to(outs[0].scalar_type()), (reference + at::log(divisor)).masked_fill(no_keys, -kInf)};
+  return {out.to(outs[0].scalar_type()), (reference + at::log(divisor)).masked_fill_(no_keys, -kInf)};
 }
 
 at::Tensor lse_for_backward(const at::Tensor& lse) { return lse.masked_fill(at::isneginf(lse), kInf); }
