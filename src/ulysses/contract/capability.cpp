@@ -22,15 +22,18 @@ constexpr Row supported(Feature feature, std::string_view name, std::string_view
                         std::string_view by_allgather_kv) {
   return {feature,
           name,
-          {{{kStrategies[0], feature, Support::kSupported, "", by_ulysses},
-            {kStrategies[1], feature, Support::kSupported, "", by_allgather_kv}}}};
+          {{{kStrategies[0], feature, Support::kSupported, "", by_ulysses, ""},
+            {kStrategies[1], feature, Support::kSupported, "", by_allgather_kv, ""}}}};
 }
 
-constexpr Row refused(Feature feature, std::string_view name, std::string_view id, std::string_view instead) {
+// `peers`: of the versions in docs/peers.md. "measured" is a row there; the rest was read in their sources, and not
+// run.
+constexpr Row refused(Feature feature, std::string_view name, std::string_view id, std::string_view instead,
+                      std::string_view peers) {
   return {feature,
           name,
-          {{{kStrategies[0], feature, Support::kRefused, id, instead},
-            {kStrategies[1], feature, Support::kRefused, id, instead}}}};
+          {{{kStrategies[0], feature, Support::kRefused, id, instead, peers},
+            {kStrategies[1], feature, Support::kRefused, id, instead, peers}}}};
 }
 
 #ifdef ULYSSES_FLIP_CAPABILITY_FOR_TESTS
@@ -64,26 +67,42 @@ constexpr std::array kRows = {
               "ranks without heads still join every collective", "every rank has all heads"),
     causal_row(supported(Feature::kIsCausal, "is_causal", "the whole sequence is local",
                          "full and diagonal blocks by global position")),
-    refused(Feature::kBottomRightCausal, "bottom_right_causal", "CP048", "causal_alignment=\"top_left\""),
+    refused(Feature::kBottomRightCausal, "bottom_right_causal", "CP048", "causal_alignment=\"top_left\"",
+            "diffusers, yunchang, torch: no argument for it; DeepSpeed: left to the caller's local attention"),
     supported(Feature::kSoftmaxScale, "softmax_scale", "handed to the kernel", "handed to the kernel"),
     supported(Feature::kReturnLse, "return_lse", "of the local queries, all heads", "of the local queries, all heads"),
     supported(Feature::kCrossLengths, "cross_lengths", "kv_layout; q and k/v travel in two collectives", "kv_layout"),
     supported(Feature::kValueHeadDim, "value_head_dim", "a kernel that can (math)", "a kernel that can (math)"),
-    refused(Feature::kWindow, "window", "CP041", "window=None (full attention)"),
+    refused(
+        Feature::kWindow, "window", "CP041", "window=None (full attention)",
+        "yunchang: window_size; diffusers: window_size of its flash backends; DeepSpeed: left to the caller's local "
+        "attention; torch: by the block mask of flex attention"),
     refused(Feature::kAttnMask, "attn_mask", "CP040",
-            "attn_mask=None and mask_layout=None, with padding described by layout="),
+            "attn_mask=None and mask_layout=None, with padding described by layout=",
+            "diffusers, DeepSpeed, para-attn: yes, measured; cache-dit: forward only, measured; yunchang, torch: no"),
     refused(Feature::kReplicatedKv, "replicated_kv", "CP044",
-            "kv_role=\"sharded\" with kv_layout=, or plain local attention: replicated keys need no communication"),
-    refused(Feature::kJointTokens, "joint_tokens", "CP043",
-            "joint=None, with the joint tokens concatenated to the sequence before it is sharded"),
+            "kv_role=\"sharded\" with kv_layout=, or plain local attention: replicated keys need no communication",
+            "diffusers, yunchang, DeepSpeed, torch: no argument for it; diffusers' Wan has plain attention there"),
+    refused(
+        Feature::kJointTokens, "joint_tokens", "CP043",
+        "joint=None, with the joint tokens concatenated to the sequence before it is sharded",
+        "diffusers, yunchang, DeepSpeed, para-attn, cache-dit, torch: no argument for it; text in front of every shard "
+        "is counted once per rank, measured"),
     refused(Feature::kPackedSequences, "packed_sequences", "CP045",
-            "cu_seqlens_q=None and cu_seqlens_kv=None, with one call per sequence"),
-    refused(Feature::kDropout, "dropout", "CP042", "dropout_p=0.0 and dropout_seed=None"),
+            "cu_seqlens_q=None and cu_seqlens_kv=None, with one call per sequence",
+            "yunchang: cu_seqlens of its ring functions, not under Ulysses; DeepSpeed: position_ids that start again; "
+            "torch: by the block mask of flex attention; diffusers: no"),
+    refused(Feature::kDropout, "dropout", "CP042", "dropout_p=0.0 and dropout_seed=None",
+            "yunchang, DeepSpeed, para-attn, torch: yes, measured; cache-dit: forward only, measured; diffusers: its "
+            "gradients belong to other weights than the output, measured"),
     refused(Feature::kQkvFormat, "qkv_format", "CP046",
-            "qkv_format=\"bshd\", with q, k and v transposed to [B, S_local, H, D]"),
-    refused(Feature::kHybridDegree, "hybrid_degree", "CP047",
-            "ulysses_degree=None and outer=\"ring\" with a 1-D group"),
-    refused(Feature::kHeadTailOrder, "head_tail_order", "CP049", "a layout with order=\"contiguous\""),
+            "qkv_format=\"bshd\", with q, k and v transposed to [B, S_local, H, D]",
+            "diffusers, yunchang: bshd only; torch, para-attn: bhsd only; DeepSpeed: dimensions by scatter_idx and "
+            "gather_idx"),
+    refused(Feature::kHybridDegree, "hybrid_degree", "CP047", "ulysses_degree=None and outer=\"ring\" with a 1-D group",
+            "diffusers, yunchang, cache-dit: yes; torch: ring only; DeepSpeed: Ulysses only"),
+    refused(Feature::kHeadTailOrder, "head_tail_order", "CP049", "a layout with order=\"contiguous\"",
+            "yunchang: ring_impl_type=\"zigzag\"; torch: on by default; diffusers, DeepSpeed: no"),
 };
 
 constexpr auto kFeatures = [] {
