@@ -78,6 +78,7 @@ format: setup
 docs: build
 	@$(BIN)/ulysses guide > build/guide.md && mv build/guide.md docs/guide.md
 	@$(BIN)/ulysses guide --errors > build/errors.md && mv build/errors.md docs/errors.md
+	@$(BIN)/ulysses guide --table > build/capabilities.md && mv build/capabilities.md docs/capabilities.md
 	@$(BIN)/python -m ulysses_attention.doctor.schema > build/doctor-report.md
 	@mv build/doctor-report.md docs/doctor-report.md
 
