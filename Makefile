@@ -15,12 +15,12 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 
 CONFIGURE = $(CMAKE) --preset $@ --log-level=WARNING >/dev/null
-CPP_FILES = $(shell find src tests/cpp tools examples -name '*.cpp' -o -name '*.h')
+CPP_FILES = $(shell find src tests/cpp tools examples bench -name '*.cpp' -o -name '*.h')
 CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/partition tools -name '*.cpp')
-PYTHON_DIRS = python tests examples scripts
+PYTHON_DIRS = python tests examples scripts bench
 
 .PHONY: setup build demo demo-cpp doctor-cpp test test-fast lint format docs report-check peers-report clean core dev
-.PHONY: asan tsan
+.PHONY: asan tsan bench-instructions
 
 setup:
 	@scripts/setup.sh
@@ -78,6 +78,7 @@ format: setup
 docs: build
 	@$(BIN)/ulysses guide > build/guide.md && mv build/guide.md docs/guide.md
 	@$(BIN)/ulysses guide --errors > build/errors.md && mv build/errors.md docs/errors.md
+	@$(BIN)/ulysses guide --table > build/capabilities.md && mv build/capabilities.md docs/capabilities.md
 	@$(BIN)/python -m ulysses_attention.doctor.schema > build/doctor-report.md
 	@mv build/doctor-report.md docs/doctor-report.md
 
@@ -92,6 +93,13 @@ peers-report: build
 	@scripts/install_peers.sh
 	@PYTHONPATH=build/dev/python .venv-peers/bin/python -m ulysses_attention.doctor.peers_report build/peers \
 	  >build/peers.md && mv build/peers.md docs/peers.md
+
+# Not part of `make test`: it needs valgrind and the compiler of the stored numbers. count.py --write stores new ones.
+bench-instructions: setup
+	@command -v valgrind >/dev/null || { echo "bench-instructions: no valgrind. Fix: apt-get install valgrind" >&2; exit 1; }
+	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null
+	@$(CMAKE) --build --preset dev -j $(JOBS) --target plain_call
+	@$(BIN)/python bench/instructions/count.py build/dev/bench/instructions/plain_call
 
 clean:
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTIL
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-FOLDERS = ("src", "tests", "tools", "python", "examples", "scripts")
+FOLDERS = ("src", "tests", "tools", "python", "examples", "scripts", "bench")
 
 
 def reachable(folder: str) -> set[str]:

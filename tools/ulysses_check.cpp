@@ -50,7 +50,7 @@ void add_policy_options(CLI::App& app, ulysses::contract::UlyssesContextParallel
 void add_options(CLI::App& app, Arguments& arguments) {
   auto* guide = app.add_flag("--guide", arguments.guide, "print the guide (Markdown)");
   auto* errors = app.add_flag("--errors", arguments.errors, "print all error ids (Markdown)");
-  auto* table = app.add_flag("--table", arguments.table, "print the capability table (Markdown)");
+  auto* table = app.add_flag("--table", arguments.table, "print the capability table with its tests (Markdown)");
   guide->excludes(errors)->excludes(table);
   errors->excludes(table);
   app.add_option("--seq-len", arguments.request.seq_len, "tokens of the whole sequence")->check(kInt64);
@@ -83,7 +83,7 @@ int main(int argc, char** argv) {
   } else if (arguments.errors) {
     std::cout << ulysses::contract::render_errors_markdown();
   } else if (arguments.table) {
-    std::cout << ulysses::contract::render_capability_table();
+    std::cout << ulysses::contract::render_capability_page();
   } else {
     std::cout << ulysses::partition::check_report(arguments.request, &exit_code);
   }

@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     guide = commands.add_parser("guide", help="print the guide as Markdown")
     part = guide.add_mutually_exclusive_group()
     part.add_argument("--errors", action="store_true", help="the list of error ids instead")
-    part.add_argument("--table", action="store_true", help="only the table of what is supported")
+    part.add_argument("--table", action="store_true", help="only the table of what is supported, with its tests")
 
     for name, purpose in (
         ("demo", "train a small model three ways and compare"),
@@ -84,7 +84,7 @@ def _guide(options: argparse.Namespace) -> int:
     if options.errors:
         text = _C.render_errors()
     elif options.table:
-        text = _C.render_capability_table()
+        text = _C.render_capability_page()
     else:
         text = _C.render_guide()
     print(text, end="" if text.endswith("\n") else "\n")

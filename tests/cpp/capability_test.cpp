@@ -23,6 +23,7 @@ TEST(CapabilityTable, EveryCellSaysHowOrWhatInstead) {
   for (const Capability& cell : capability_table()) {
     EXPECT_FALSE(cell.note.empty()) << to_string(cell.feature);
     EXPECT_EQ(cell.id.empty(), cell.support == Support::kSupported) << to_string(cell.feature);
+    EXPECT_EQ(cell.peers.empty(), cell.support == Support::kSupported) << to_string(cell.feature);
   }
 }
 

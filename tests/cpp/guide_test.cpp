@@ -65,15 +65,22 @@ TEST(Guide, TheBuiltInRecipeIsTheFile) {
 }
 
 TEST(CapabilityTableText, HasEveryCell) {
-  const std::string table = render_capability_table();
-  for (const Capability& cell : capability_table()) {
-    EXPECT_TRUE(contains(table, cell.note)) << to_string(cell.feature);
-    EXPECT_TRUE(contains(table, cell.id)) << cell.id;
+  for (const std::string& table : {render_capability_table(), render_capability_page()}) {
+    for (const Capability& cell : capability_table()) {
+      EXPECT_TRUE(contains(table, cell.note)) << to_string(cell.feature);
+      EXPECT_TRUE(contains(table, cell.id)) << cell.id;
+    }
   }
 }
 
+TEST(CapabilityTableText, ThePageSaysWhatOtherLibrariesDoWhereWeRefuse) {
+  const std::string page = render_capability_page();
+  for (const Capability& cell : capability_table())
+    EXPECT_TRUE(contains(page, std::string(cell.peers) + " |\n")) << to_string(cell.feature);
+}
+
 TEST(ErrorCatalogue, EveryIdThatIsShownIsExplained) {
-  for (const std::string& id : ids_in(render_guide("") + render_capability_table())) {
+  for (const std::string& id : ids_in(render_guide("") + render_capability_page())) {
     EXPECT_NE(find_error(id), nullptr) << id;
   }
   EXPECT_EQ(find_error("CP027"), nullptr);

@@ -12,7 +12,8 @@ using exchange::Group;
 
 std::pair<at::Tensor, at::Tensor> torch_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                            const Group& group, const AttentionOptions& options) {
-  std::vector<c10::IValue> stack = {q, k, v, group.name(), group.size(), group.rank()};
+  const c10::IValue none;  // attn_mask, sinks
+  std::vector<c10::IValue> stack = {q, k, v, none, none, group.name(), group.size(), group.rank()};
   for (const auto& layout : {options.layout, options.kv_layout}) {
     stack.emplace_back(layout ? layout->lengths : std::vector<int64_t>{});
     stack.emplace_back(layout ? layout->padded_lengths : std::vector<int64_t>{});

@@ -183,7 +183,7 @@ TEST(Ulysses, IsBitIdenticalToOneRankWithTheSameKernel) {
 
 TEST(StrategyFor, AGroupOfOneNeedsNoStrategy) {
   AttentionPlan plan;
-  EXPECT_EQ(strategy_for("allgather_kv", plan).name(), "single_rank");
+  EXPECT_EQ(strategy_for("allgather_kv", plan).name(), "local");
   plan.cp_size = 2;
   EXPECT_EQ(strategy_for("allgather_kv", plan).name(), "allgather_kv");
   EXPECT_EQ(strategy_for("ulysses", plan).name(), "ulysses");

@@ -23,7 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         check_report=check_report,
         render_guide=lambda: "guide\n",
         render_errors=lambda: "errors\n",
-        render_capability_table=lambda: "table\n",
+        render_capability_page=lambda: "table\n",
     )
     monkeypatch.setattr(ulysses_attention, "_C", core)
     return seen

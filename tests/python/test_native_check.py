@@ -40,6 +40,8 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert done.returncode == 2 and done.stdout == "" and done.stderr != ""
 
 
-@pytest.mark.parametrize(("flag", "file"), [("--guide", "guide.md"), ("--errors", "errors.md")])
+@pytest.mark.parametrize(
+    ("flag", "file"), [("--guide", "guide.md"), ("--errors", "errors.md"), ("--table", "capabilities.md")]
+)
 def test_it_prints_the_committed_documents(flag: str, file: str) -> None:
     assert check(flag).stdout == (REPOSITORY / "docs" / file).read_text()

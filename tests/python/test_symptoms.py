@@ -178,10 +178,15 @@ def test_symptom_6_it_hangs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "render"), [("guide.md", _C.render_guide), ("errors.md", _C.render_errors)], ids=["guide", "errors"]
+    ("name", "command", "render"),
+    [
+        ("guide.md", "ulysses guide", _C.render_guide),
+        ("errors.md", "ulysses guide --errors", _C.render_errors),
+        ("capabilities.md", "ulysses guide --table", _C.render_capability_page),
+    ],
+    ids=["guide", "errors", "capabilities"],
 )
-def test_the_committed_document_is_what_the_code_renders(name: str, render: Any) -> None:
-    command = "ulysses guide" + (" --errors" if name == "errors.md" else "")
+def test_the_committed_document_is_what_the_code_renders(name: str, command: str, render: Any) -> None:
     text = render() if render().endswith("\n") else render() + "\n"
     assert (DOCS / name).read_text() == text, f"docs/{name} is stale: run `{command} > docs/{name}`"
 

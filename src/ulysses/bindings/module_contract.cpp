@@ -42,7 +42,7 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const std::vector<partition::Rang
 void bind_guide(py::module_& module) {
   module.def("render_guide", [] { return contract::render_guide(contract::kRecipeSource); });
   module.def("render_errors", &contract::render_errors_markdown);
-  module.def("render_capability_table", &contract::render_capability_table);
+  module.def("render_capability_page", &contract::render_capability_page);
   module.def("error_ids", [] {
     std::vector<std::string> ids;
     for (const contract::CatalogueEntry& entry : contract::error_catalogue()) ids.emplace_back(entry.id);

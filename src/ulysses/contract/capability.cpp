@@ -22,15 +22,18 @@ constexpr Row supported(Feature feature, std::string_view name, std::string_view
                         std::string_view by_allgather_kv) {
   return {feature,
           name,
-          {{{kStrategies[0], feature, Support::kSupported, "", by_ulysses},
-            {kStrategies[1], feature, Support::kSupported, "", by_allgather_kv}}}};
+          {{{kStrategies[0], feature, Support::kSupported, "", by_ulysses, ""},
+            {kStrategies[1], feature, Support::kSupported, "", by_allgather_kv, ""}}}};
 }
 
-constexpr Row refused(Feature feature, std::string_view name, std::string_view id, std::string_view instead) {
+// `peers`: of the versions in docs/peers.md. "measured" is a row there; the rest was read in their sources, and not
+// run.
+constexpr Row refused(Feature feature, std::string_view name, std::string_view id, std::string_view instead,
+                      std::string_view peers) {
   return {feature,
           name,
-          {{{kStrategies[0], feature, Support::kRefused, id, instead},
-            {kStrategies[1], feature, Support::kRefused, id, instead}}}};
+          {{{kStrategies[0], feature, Support::kRefused, id, instead, peers},
+            {kStrategies[1], feature, Support::kRefused, id, instead, peers}}}};
 }
 
 #ifdef ULYSSES_FLIP_CAPABILITY_FOR_TESTS
@@ -64,12 +67,16 @@ constexpr std::array kRows = {
               "ranks without heads still join every collective", "every rank has all heads"),
     causal_row(supported(Feature::kIsCausal, "is_causal", "the whole sequence is local",
                          "full and diagonal blocks by global position")),
-    refused(Feature::kBottomRightCausal, "bottom_right_causal", "CP048", "causal_alignment=\"top_left\""),
+    refused(Feature::kBottomRightCausal, "bottom_right_causal", "CP048", "causal_alignment=\"top_left\"",
+            "diffusers, yunchang, torch: no argument for it; DeepSpeed: left to the caller's local attention"),
     supported(Feature::kSoftmaxScale, "softmax_scale", "handed to the kernel", "handed to the kernel"),
     supported(Feature::kReturnLse, "return_lse", "of the local queries, all heads", "of the local queries, all heads"),
     supported(Feature::kCrossLengths, "cross_lengths", "kv_layout; q and k/v travel in two collectives", "kv_layout"),
     supported(Feature::kValueHeadDim, "value_head_dim", "a kernel that can (math)", "a kernel that can (math)"),
-    refused(Feature::kWindow, "window", "CP041", "window=None (full attention)"),
+    refused(
+        Feature::kWindow, "window", "CP041", "window=None (full attention)",
+        "yunchang: window_size; diffusers: window_size of its flash backends; DeepSpeed: left to the caller's local "
+        "attention; torch: by the block mask of flex attention"),
     supported(Feature::kAttnMask, "attn_mask", "handed to the kernel", "handed to the kernel"),
     supported(Feature::kQueryMask, "query_mask", "every row, for the whole sequence is local", "the rank's own rows"),
     supported(Feature::kHeadMask, "head_mask", "the rank's own heads", "every rank has all heads"),
@@ -86,17 +93,22 @@ constexpr std::array kRows = {
     supported(Feature::kJointValidLens, "joint_valid_lens", "cut, or masked where the batch differs",
               "cut, or masked where the batch differs"),
     refused(Feature::kPackedSequences, "packed_sequences", "CP045",
-            "cu_seqlens_q=None and cu_seqlens_kv=None, with one call per sequence"),
-    refused(Feature::kDropout, "dropout", "CP042", "dropout_p=0.0 and dropout_seed=None"),
+            "cu_seqlens_q=None and cu_seqlens_kv=None, with one call per sequence",
+            "yunchang: cu_seqlens of its ring functions, not under Ulysses; DeepSpeed: position_ids that start again; "
+            "torch: by the block mask of flex attention; diffusers: no"),
+    refused(Feature::kDropout, "dropout", "CP042", "dropout_p=0.0 and dropout_seed=None",
+            "yunchang, DeepSpeed, para-attn, torch: yes, measured; cache-dit: forward only, measured; diffusers: its "
+            "gradients belong to other weights than the output, measured"),
     supported(Feature::kQkvFormat, "qkv_format", "bhsd and sbhd as views", "bhsd and sbhd as views"),
     supported(Feature::kSinks, "sinks", "merged by lse; the gradient is partial",
               "merged by lse; the gradient is partial"),
     supported(Feature::kSoftcap, "softcap", "a kernel that can (math)", "a kernel that can (math)"),
     supported(Feature::kLseGradient, "lse_gradient", "one more column of the gradient; the math kernel",
               "the math kernel"),
-    refused(Feature::kHybridDegree, "hybrid_degree", "CP047",
-            "ulysses_degree=None and outer=\"ring\" with a 1-D group"),
-    refused(Feature::kHeadTailOrder, "head_tail_order", "CP049", "a layout with order=\"contiguous\""),
+    refused(Feature::kHybridDegree, "hybrid_degree", "CP047", "ulysses_degree=None and outer=\"ring\" with a 1-D group",
+            "diffusers, yunchang, cache-dit: yes; torch: ring only; DeepSpeed: Ulysses only"),
+    refused(Feature::kHeadTailOrder, "head_tail_order", "CP049", "a layout with order=\"contiguous\"",
+            "yunchang: ring_impl_type=\"zigzag\"; torch: on by default; diffusers, DeepSpeed: no"),
 };
 
 constexpr auto kFeatures = [] {

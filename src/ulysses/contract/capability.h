@@ -51,8 +51,9 @@ struct Capability {
   std::string_view strategy;
   Feature feature;
   Support support;
-  std::string_view id;    // error id when refused, else ""
-  std::string_view note;  // supported: how it is resolved; refused: what to use instead
+  std::string_view id;     // error id when refused, else ""
+  std::string_view note;   // supported: how it is resolved; refused: what to use instead
+  std::string_view peers;  // refused: what the other libraries that were looked at do, else ""
 };
 
 std::string_view to_string(Feature feature);

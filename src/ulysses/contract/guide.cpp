@@ -1,7 +1,6 @@
 #include "ulysses/contract/guide.h"
 
 #include "ulysses/base/text.h"
-#include "ulysses/contract/capability.h"
 #include "ulysses/contract/checklist.h"
 #include "ulysses/contract/error_catalogue.h"
 #include "ulysses/contract/policy.h"
@@ -217,41 +216,15 @@ process group, on the first use of each signature. `"always"` compares on every 
 - Under CUDA graph capture no agreement runs, and a new signature there is an error.
 )";
 
-// Below the table, so that nobody reads it without.
-constexpr std::string_view kProof =
-    "\n\"yes\" is proved on CPU, forward and backward, by the tests. The CUDA kernels are wired up and unproved: "
-    "tests/cuda has not run on a GPU.\n";
-
 }  // namespace
-
-std::string render_capability_table() {
-  std::string text = "| feature |";
-  std::string rule = "|---|";
-  for (const std::string_view strategy : known_strategies()) {
-    text += cat(" `", strategy, "` |");
-    rule += "---|";
-  }
-  text += cat('\n', rule, '\n');
-  for (const Feature feature : all_features()) {
-    text += cat("| `", to_string(feature), "` |");
-    for (const std::string_view strategy : known_strategies()) {
-      const Capability& cell = capability(strategy, feature);
-      if (cell.support == Support::kSupported) {
-        text += cat(" yes: ", cell.note, " |");
-      } else {
-        text += cat(" no (", cell.id, "); instead: ", cell.note, " |");
-      }
-    }
-    text += '\n';
-  }
-  return cat(text, kProof);
-}
 
 std::string render_guide(std::string_view recipe_source) {
   while (!recipe_source.empty() && recipe_source.back() == '\n') recipe_source.remove_suffix(1);
   return cat(
       kOpening, render_symptoms(), kRanksDisagree, render_rules(),
-      "\n## What each strategy supports\n\nThe operation's refusals are read from this table.\n\n",
+      "\n## What each strategy supports\n\nThe operation's refusals are read from this table. "
+      "[capabilities.md](capabilities.md) names the test of each cell,\nand what other libraries do where we "
+      "refuse.\n\n",
       render_capability_table(), render_checklist(), kBackend, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "
       "lengths, attend.\n\n```python\n",

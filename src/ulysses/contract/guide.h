@@ -16,4 +16,8 @@ std::string render_guide(std::string_view recipe_source);
 // Strategy × feature as a Markdown table.
 std::string render_capability_table();
 
+// docs/capabilities.md: the same table with the test that proves each cell and, in refused rows, what other libraries
+// do.
+std::string render_capability_page();
+
 }  // namespace ulysses::contract
