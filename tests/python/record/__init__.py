@@ -1,4 +1,4 @@
-"""Failures that users of other context-parallel code reported in public: each row's smallest input, the right value.
+"""Failures that users of other context-parallel code reported in public: each one's smallest input, the right value.
 
-A test carries its row's id in its name. Its docstring says what went wrong there, and where that was reported.
+Tests of one failure share a number, as in test_b04. The docstring says what went wrong there and where it was reported.
 """

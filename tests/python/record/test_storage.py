@@ -56,6 +56,8 @@ def test_b82_the_exchange_keeps_samples_apart() -> None:
 def test_b82_samples_of_other_values_stay_apart(strategy: str) -> None:
     values = torch.cat([per_token(range(8)), per_token(range(100, 108))])
     assert_rows(attend(2, identity(values), strategy=strategy)["out"], values)
+    *qkv, weights = normal(8, batch=2)
+    assert_equal(attend(2, tuple(qkv), weights, strategy=strategy), oracle_with_grads(*qkv, weights))
 
 
 def _in_format(qkv_format: str, strategy: str, options: dict[str, Any], world: int, inputs: Tensors) -> list[Any]:
