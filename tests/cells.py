@@ -101,7 +101,8 @@ def _inputs(cell: Cell) -> tuple[torch.Tensor, ...]:
     return tuple(tensors)
 
 
-def _with_nan_behind(x: torch.Tensor, real: int) -> torch.Tensor:
+def with_nan_behind(x: torch.Tensor, real: int) -> torch.Tensor:
+    """x [B, S, ..] with NaN in every row behind the real ones."""
     return torch.cat([x[:, :real], torch.full_like(x[:, real:], math.nan)], 1) if real < x.size(1) else x
 
 
@@ -111,7 +112,7 @@ def run_cell(rank: int, group: Any, cell: Cell) -> Numbers:
     local = []
     for index, x in enumerate(inputs(cell)):
         layout = layouts[1 if index in (1, 2) else 0]
-        rows = _with_nan_behind(layout.shard(x, rank), layout.lengths[rank])
+        rows = with_nan_behind(layout.shard(x, rank), layout.lengths[rank])
         local.append(STORAGES[cell.grad_storage if index == 3 else cell.storage](rows) if rows.numel() else rows)
     leaves = [x.detach().requires_grad_() for x in local[:3]]
     options: dict[str, Any] = {"layout": layouts[0], "kv_layout": None if layouts[0] == layouts[1] else layouts[1]}

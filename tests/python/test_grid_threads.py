@@ -92,21 +92,6 @@ def test_inputs_in_any_storage(storage: str, strategy: str) -> None:
         check(world, cells)
 
 
-@pytest.mark.parametrize("storage", list(STORAGES))
-@each_strategy
-def test_incoming_gradients_in_any_storage(storage: str, strategy: str) -> None:
-    cells = [
-        Cell(s, heads, strategy, is_causal, 2, layout, grad_storage=storage)
-        for s, heads, is_causal, layout in [
-            (16, (8, 8), False, "uneven"),
-            (19, (12, 3), True, "padded"),
-            (9, (2, 1), True, "uneven"),
-        ]
-    ]
-    for world in (1, 3):
-        check(world, cells)
-
-
 def test_gradient_of_a_sum_is_one_number_expanded() -> None:
     """out.sum().backward() hands backward a gradient with all strides 0."""
 
