@@ -47,7 +47,7 @@ TEST(CheckReport, ListsAllProblemsAtOnce) {
   CheckRequest request{.seq_len = 3001, .cp_size = 4, .num_heads = 7, .num_kv_heads = 2};
   request.policy.backend_name = "x";
   request.policy.kv_must_be_global = false;
-  request.policy.output_restore_dim = 2;
+  request.policy.output_restore_dim = 3;
   const Report result = report(request);
   EXPECT_EQ(result.exit_code, 1);
   for (const char* id : {"[CP001]", "[CP004]", "[CP005]", "[CP010]", "[CP023]"}) EXPECT_TRUE(result.has(id)) << id;

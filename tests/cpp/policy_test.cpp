@@ -131,7 +131,7 @@ TEST(CheckConfig, OverflowIsAnErrorCP007) {
 
 TEST(CheckConfig, ReportsAllViolatedRulesInOrder) {
   const Policy policy{
-      .kv_must_be_global = false, .output_restore_dim = 2, .base_processor = "x", .required_checks = {}};
+      .kv_must_be_global = false, .output_restore_dim = 3, .base_processor = "x", .required_checks = {}};
   EXPECT_EQ(ids(check_config(policy, 3000, 4)), (Texts{"CP002", "CP003", "CP004", "CP005", "CP011"}));
 }
 

@@ -132,7 +132,7 @@ TEST(Layout, RefusesSizesAndPolicies) {
   error_of([] { SequenceLayout(8, 0); }, "CP006");
   error_of([] { SequenceLayout(8, 2, {.pad_multiple = -1}); }, "CP006");
   error_of([] { SequenceLayout(std::numeric_limits<int64_t>::max(), 4); }, "CP007");
-  error_of([] { SequenceLayout(8, 2, {.output_restore_dim = 2}); }, "CP005");
+  error_of([] { SequenceLayout(8, 2, {.output_restore_dim = 3}); }, "CP005");
   error_of([] { SequenceLayout(8, 2, {}, 2); }, "CP015");
   error_of([] { SequenceLayout::from_lengths({1, 1}, -1); }, "CP015");
   error_of([] { SequenceLayout(8, 2).tokens(2); }, "CP015");

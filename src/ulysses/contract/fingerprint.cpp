@@ -56,11 +56,15 @@ void add_shapes(FingerprintFields& fields, const AttentionSpec& spec) {
   fields.emplace_back("device_type", device_type(spec.q.device));
   fields.emplace_back("layout", layout_text(spec.layout));
   const bool replicated = spec.kv_role == "replicated";
-  if (replicated) fields.emplace_back("kv_len", axis(spec.k, 1));
   fields.emplace_back("kv_layout", layout_text(spec.kv_layout));
   if (spec.policy.sequence_mode() == SequenceMode::kUneven || spec.layout) return;
   fields.emplace_back("seq_len_local", axis(spec.q, 1));
   if (!spec.kv_layout && !replicated) fields.emplace_back("kv_len_local", axis(spec.k, 1));
+}
+
+// Replicated keys have one length on every rank, whatever the layout.
+std::string kv_role_text(const AttentionSpec& spec) {
+  return spec.kv_role == "replicated" ? cat("replicated, S_kv=", axis(spec.k, 1)) : spec.kv_role;
 }
 
 std::string_view axis_word(MaskAxis axis) {
@@ -109,7 +113,7 @@ FingerprintFields fingerprint_fields(const AttentionSpec& spec, int64_t requires
   fields.emplace_back("kernel", spec.kernel);
   fields.emplace_back("agreement", spec.agreement);
   fields.emplace_back("qkv_format", spec.qkv_format);
-  fields.emplace_back("kv_role", spec.kv_role);
+  fields.emplace_back("kv_role", kv_role_text(spec));
   fields.emplace_back("causal_alignment", spec.causal_alignment);
   fields.emplace_back("outer", spec.outer);
   fields.emplace_back("is_causal", flag(spec.is_causal));
