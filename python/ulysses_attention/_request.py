@@ -99,13 +99,17 @@ def run_call(
 ) -> Any:
     """One call from the caller's format to the caller's format; `execute` does what lies between."""
     _check_type("joint", joint, JointTokens, "JointTokens(q, k, v) or None")
+    _check_type("sinks", sinks, torch.Tensor, "one float per query head, or None")
     q, k, v = (to_bshd(x, qkv_format) for x in tensors)
     joined = None
     if joint is not None:
         text_q, text_k, text_v = (to_bshd(text, qkv_format) for text in (joint.q, joint.k, joint.v))
         joined = join(JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens), q, k, v)
         q, k, v = joined.q, joined.k, joined.v
-    request = make_request(joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
+    mask_problem = ""
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        mask_problem, attn_mask = f"attn_mask={_shown(attn_mask)} is not a tensor", None
+    request = make_request(mask_problem=mask_problem, joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
     out, lse = execute(q, k, v, attn_mask, sinks, request)
     if joined is None:
         out = to_bshd(out, qkv_format)
@@ -124,6 +128,7 @@ def make_request(
     causal_alignment: str = "top_left",
     window: Any = None,
     softmax_scale: float | None = None,
+    mask_problem: str = "",
     mask_layout: MaskLayout | None = None,
     layout: SequenceLayout | None = None,
     kv_layout: SequenceLayout | None = None,
@@ -160,6 +165,7 @@ def make_request(
         ("causal_alignment", causal_alignment, "top_left"),
         ("outer", outer, "ring"),
         ("softcap", softcap, None),
+        ("mask_problem", mask_problem, ""),
         ("mask_q", None if mask_layout is None else mask_layout.q, None),
         ("mask_kv", None if mask_layout is None else mask_layout.kv, None),
         ("cp_size", cp_size, None),

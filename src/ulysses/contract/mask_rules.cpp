@@ -192,6 +192,12 @@ CallProblems axes_rule(const CallFacts& facts) {
   return problems;
 }
 
+CallProblems mask_is_a_tensor_rule(const CallFacts& facts) {
+  if (facts.spec.mask_problem.empty()) return {};
+  return {invalid("CP027", facts.spec.mask_problem, "A mask is a tensor, bool or floating",
+                  "attn_mask=None, with is_causal=True for a causal mask, or a dense attn_mask")};
+}
+
 CallProblems mask_dtype_rule(const CallFacts& facts) {
   const auto& mask = facts.spec.attn_mask;
   if (!mask) return {};
@@ -206,7 +212,7 @@ CallProblems mask_dtype_rule(const CallFacts& facts) {
   return problems;
 }
 
-constexpr std::array<CallRule, 3> kRules = {shape_rule, axes_rule, mask_dtype_rule};
+constexpr std::array<CallRule, 4> kRules = {mask_is_a_tensor_rule, shape_rule, axes_rule, mask_dtype_rule};
 
 }  // namespace
 

@@ -74,6 +74,7 @@ const std::map<std::string, Setter, std::less<>>& setters() {
       {"causal_alignment", text_field(&AttentionOptions::causal_alignment)},
       {"outer", text_field(&AttentionOptions::outer)},
       {"softcap", [](ParsedOptions& p, const std::string& v) { p.options.softcap = std::strtod(v.c_str(), nullptr); }},
+      {"mask_problem", text_field(&AttentionOptions::mask_problem)},
       {"mask_q", text_field(&AttentionOptions::mask_q)},
       {"mask_kv", text_field(&AttentionOptions::mask_kv)},
       {"joint_len", [](ParsedOptions& p, const std::string& v) { p.options.joint_len = to_int64(v); }},

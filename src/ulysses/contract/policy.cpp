@@ -82,8 +82,8 @@ Problems restore_dim_rule(const ConfigFacts& facts) {
   return {invalid(
       "CP005",
       cat("output_restore_dim=", facts.policy.output_restore_dim, " is the sequence dimension of no qkv_format"),
-      "The output is restored on the dimension that was sharded",
-      "output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd")};
+      "The output is restored on the dimension that was sharded: 1 for bshd, 2 for bhsd, 0 for sbhd",
+      "output_restore_dim=1")};
 }
 
 Problems pad_multiple_rule(const ConfigFacts& facts) {
