@@ -109,7 +109,9 @@ def run_call(
     mask_problem = ""
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         mask_problem, attn_mask = f"attn_mask={_shown(attn_mask)} is not a tensor", None
-    request = make_request(mask_problem=mask_problem, joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
+    request = make_request(
+        mask_problem=mask_problem, joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options
+    )
     out, lse = execute(q, k, v, attn_mask, sinks, request)
     if joined is None:
         out = to_bshd(out, qkv_format)

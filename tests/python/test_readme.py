@@ -41,7 +41,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 5
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 6
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -56,6 +56,11 @@ def test_training_snippet_runs_under_torchrun(world: int, tmp_path: Path) -> Non
     # shows it too); the ranks have said by then what this test asks.
     assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
     assert text.count(f"rows {(3001 // (8 * world) + 1) * 8} True") == world, text
+
+
+def test_text_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:
+    source = snippet("JointTokens")
+    assert run(sys.executable, script(source, tmp_path)).strip() == source.rsplit("# ", 1)[1].strip()
 
 
 def test_check_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ register_backend("my_backend", MyBackend)
 - `supports` names the fields of `call` that you honour; one that is set and not declared is refused (CP050) before data moves.
   `is_causal`: a query sees keys up to its own position. `softmax_scale`: a number instead of 1 / sqrt(D). `q_positions`:
   int64 `[Sq]`, the queries' global positions, which under `strategy="allgather_kv"` do not start at 0; causal calls there
-  need it. `need_lse`: return `(out, lse)` with lse `[B, h, Sq]`.
+  need it. `need_lse`: return `(out, lse)` with lse `[B, h, Sq]`. `attn_mask` (`[B|1, h|1, Sq|1, Skv]`, of these rows and heads),
+  `sinks` (`[h]`) and `softcap` are what the caller passed.
 - Choose it with `UlyssesContextParallelPolicy(backend_name="my_backend")`, or call `MyBackend().forward(q, k, v, group)`.
 - Prove it: `ulysses doctor my_module:MyBackend` asks every row of the table above on one machine without a GPU, and
   says what is refused and what is wrong, in one sentence with the tokens, heads or ranks. `ulysses_conformance(MyBackend)`
@@ -168,6 +169,28 @@ register_backend("my_backend", MyBackend)
 - What goes wrong in backward is not compared.
 )";
 
+constexpr std::string_view kTokens = R"(
+## Masks, text tokens, formats
+
+- `attn_mask` is bool (True = visible) or floating (added to the scaled scores), `[B, S_kv]` or `[B|1, H|1, S_q|1, S_kv]`,
+  and combines with `is_causal`. Its last two axes are *global* (the real tokens of all ranks), *local* (this rank's
+  rows, as `layout.shard` cuts them) or, on the query axis, broadcast. Where a size allows one reading it is taken; where it
+  allows two, CP028 names both, and `mask_layout=MaskLayout(q=…, kv=…)` says which. The cheapest mask is global: nothing
+  is sent. A local axis that other ranks' part is needed of is gathered once for one tensor object, and again after it
+  was written to.
+- A query that sees no key gives 0, lse −inf and zero gradients.
+- Text that every rank holds attends with the sharded image by `joint=JointTokens(q, k, v)`: one sequence, counted once,
+  `out, text_out = ulysses_attention(…)`; `text_out` is complete and equal on every rank. `valid_lens` cuts padded prompts.
+- Cross-attention to keys that every rank holds: `kv_role="replicated"`. Nothing is sent, in backward neither.
+- `qkv_format="bhsd"` or `"sbhd"` are views, for out too. A policy of your own then needs `output_restore_dim` 2 or 0.
+- `merge_attention(outs, lses)` puts attention over disjoint sets of keys together; lse is differentiable, so it trains.
+- Tokens with different visibility are two calls. Understanding tokens u see themselves, causally; generation tokens g see
+  both: `ulysses_attention(q_u, k_u, v_u, group, is_causal=True, layout=u)`, and for g the keys of both streams side by side
+  on each rank, `ulysses_attention(q_g, cat(k_u, k_g), cat(v_u, v_g), group, layout=g, kv_layout=ug)` with
+  `ug = SequenceLayout.from_lengths([a + b for a, b in zip(u.lengths, g.lengths)])`: without a mask the order of keys
+  says nothing.
+)";
+
 constexpr std::string_view kGradients = R"(
 ## Gradients
 
@@ -176,6 +199,9 @@ constexpr std::string_view kGradients = R"(
 - With a mean loss over all S tokens, let each rank compute `local_sum / S` and sum the parameter gradients. If each rank
   takes the mean of its own tokens, average the gradients instead; that is right only for shards with equally many real tokens.
   A wrapper that averages (data parallel) wants `local_sum * cp_size / S`.
+- What every rank holds alike (joint tokens, replicated k and v, sinks, a global mask) gets a partial gradient on each rank:
+  summed over the ranks it is the gradient. `sum_grad(x, group)` in front of the first use makes it whole for everything
+  before; a parameter that is summed by the loop below must not pass through it as well.
 - Padding rows come back zero from attention and receive zero gradient. Behind the next bias or residual they are zero no
   more, and `layout.shard(labels)` pads labels with 0, a real class: leave the padding out of the loss.
 
@@ -225,7 +251,7 @@ std::string render_guide(std::string_view recipe_source) {
       "\n## What each strategy supports\n\nThe operation's refusals are read from this table. "
       "[capabilities.md](capabilities.md) names the test of each cell,\nand what other libraries do where we "
       "refuse.\n\n",
-      render_capability_table(), render_checklist(), kBackend, kGradients, kAgreement,
+      render_capability_table(), render_checklist(), kBackend, kTokens, kGradients, kAgreement,
       "\n## Without installing anything\n\nThe literal recipe in plain torch: gather K and V differentiably, check the "
       "lengths, attend.\n\n```python\n",
       recipe_source, "\n```\n");
