@@ -7,7 +7,7 @@ from typing import Any
 
 import ulysses_attention as ua
 from ulysses_attention import _C
-from ulysses_attention.doctor.process_ranks import GlooRanks
+from ulysses_attention.doctor.process_ranks import WorkerRanks
 from ulysses_attention.launch import ProcessRanks
 
 BUILT_IN = "ulysses"
@@ -37,7 +37,7 @@ def assert_matches_single_card(
     selection = _C.CaseSelection()
     selection.worlds, selection.strategies, selection.dtypes = [ranks.world], [strategy], ["float32"]
     target = BUILT_IN if backend == BUILT_IN else type(ua.backends()[backend])
-    with GlooRanks(target, worlds=world_of) as asked:
+    with WorkerRanks(target, worlds=world_of) as asked:
         report = _C.examine(asked, selection, probes=False)
     wrong = [f"{finding['sentence']} ({', '.join(finding['cases'][:3])}, …)" for finding in report["findings"]]
     wrong += [

@@ -8,6 +8,7 @@ from ulysses_attention._load import __version__, load_core
 
 load_core()
 
+from ulysses_attention import shm  # noqa: E402
 from ulysses_attention.attention import ulysses_attention  # noqa: E402
 from ulysses_attention.check import check_attention, check_same  # noqa: E402
 from ulysses_attention.gradients import sum_grad  # noqa: E402
@@ -24,6 +25,8 @@ from ulysses_attention.processor import (  # noqa: E402
 )
 from ulysses_attention.ranks import run_ranks  # noqa: E402
 from ulysses_attention.tokens import JointTokens, MaskLayout  # noqa: E402
+
+shm.register()
 
 __all__ = [
     "AttendCall",

@@ -54,6 +54,7 @@ def run_processes(
     """Run fn(rank, group, *args) on `world` new processes and return the results in rank order.
 
     fn is a function of an importable module. A rank that fails ends the others; its traceback is raised here.
+    backend: "gloo", "nccl", or "ulysses_shm", shared memory: far less time a collective, CPU tensors only.
     Comm:   a process group of the given backend over a temporary file; torch uses cores // world threads a rank.
     Units:  timeout_s, seconds for the whole run after start-up, and for each collective.
     Errors: RankError, TimeoutError.

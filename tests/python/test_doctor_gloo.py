@@ -12,7 +12,7 @@ import torch
 
 import ulysses_attention as ua
 from ulysses_attention import _C
-from ulysses_attention.doctor.process_ranks import GlooRanks
+from ulysses_attention.doctor.process_ranks import WorkerRanks
 from ulysses_attention.doctor.run import select
 from ulysses_attention.launch import ProcessRanks
 
@@ -44,15 +44,15 @@ def raises_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, 
     return _right(q, k, v, group, options)
 
 
-def _verdicts(target: Callable[..., Any], gloo: Worlds) -> tuple[list[dict[str, Any]], GlooRanks]:
+def _verdicts(target: Callable[..., Any], gloo: Worlds) -> tuple[list[dict[str, Any]], WorkerRanks]:
     """Of the plain case, of the one in which the target misbehaves, and of the plain one again."""
     cases = [_C.make_cases(select(target, worlds=[2], cases=glob, quick=True))[0] for glob in ("equal*", "return_lse*")]
-    with GlooRanks(target, worlds=gloo, hang_limit_s=3.0) as ranks:
+    with WorkerRanks(target, worlds=gloo, hang_limit_s=3.0) as ranks:
         return [_C.examine_case(ranks, case)[0][0] for case in (cases[0], cases[1], cases[0])], ranks
 
 
 def test_the_built_in_backend_is_right_over_processes(gloo: Worlds) -> None:
-    with GlooRanks("ulysses", worlds=gloo) as ranks:
+    with WorkerRanks("ulysses", worlds=gloo) as ranks:
         report = _C.examine(ranks, select("ulysses", worlds=[2], cases="", quick=True))
     refused = {case["feature"] for case in report["cases"] if case["verdict"] == "refused"}
     assert refused == {feature for feature, error_id in _C.capabilities("ulysses").items() if error_id}
@@ -64,7 +64,7 @@ def test_the_built_in_backend_is_right_over_processes(gloo: Worlds) -> None:
 
 def test_a_mutant_is_named_over_processes(gloo: Worlds) -> None:
     target = "mutants.local_kv:attention"
-    with GlooRanks(target, worlds=gloo) as ranks:
+    with WorkerRanks(target, worlds=gloo) as ranks:
         (case,) = _C.make_cases(select(target, worlds=[2], cases="equal_shards/*/float32/S16-H4-B2", quick=True))
         ((result, finding),) = _C.examine_case(ranks, case)
     assert (result["verdict"], result["tokens"], result["ranks"]) == ("wrong", "0-15", "0-1")
@@ -97,7 +97,7 @@ def test_own_worlds_end_with_the_questions_and_given_ones_do_not(gloo: Worlds) -
     started = gloo(2).run(_process)
     launches, processes = ProcessRanks.launches, len(multiprocessing.active_children())
     for worlds in (gloo, None):
-        with GlooRanks("ulysses", worlds=worlds) as ranks:
+        with WorkerRanks("ulysses", worlds=worlds) as ranks:
             assert _C.examine_case(ranks, case)[0][0]["verdict"] == "ok"
     assert ProcessRanks.launches == launches + 1
     assert gloo(2).run(_process) == started
@@ -124,7 +124,7 @@ def no_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any) -
 
 
 def test_a_backward_that_raises_in_python_is_a_refusal_and_not_a_crash(gloo: Worlds) -> None:
-    ranks = GlooRanks(no_backward, worlds=gloo)
+    ranks = WorkerRanks(no_backward, worlds=gloo)
     selection = select(no_backward, worlds=[2], cases="equal_shards/*/float32/S16-H4-B2", quick=True)
     (case,) = _C.make_cases(selection)
     examined = _C.examine_case(ranks, case)

@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=_worlds, metavar="2,4", help="numbers of ranks (default: 2,4)")
     parser.add_argument(
         "--transport",
-        choices=(*run.TRANSPORTS, "shm"),
-        help="ranks are threads of this process (default), or processes over Gloo; under torchrun its own ranks",
+        choices=run.TRANSPORTS,
+        help="ranks are threads of this process (default), processes over Gloo, or processes over shared memory (shm: "
+        "faster than Gloo, one host, CPU); under torchrun its own ranks",
     )
     parser.add_argument("--cases", default="", metavar="GLOB", help="only cases whose id matches; without probes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON (docs/doctor-report.md)")
@@ -60,8 +61,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _transport(asked: str | None, target: str) -> str:
-    if asked == "shm":
-        raise ValueError("transport='shm' is not part of this version. Fix: --transport threads, or gloo")
     if run.under_launcher():
         return "torchrun"
     return asked or ("gloo" if target.startswith(PEER) else "threads")

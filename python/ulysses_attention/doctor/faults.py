@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention.attention import ulysses_attention
-from ulysses_attention.doctor.run import TRANSPORTS
+from ulysses_attention.doctor.run import PROCESS_BACKENDS, TRANSPORTS
 from ulysses_attention.launch import ProcessRanks, RankError, post
 from ulysses_attention.processor import AttendCall
 from ulysses_attention.ranks import run_ranks
@@ -59,7 +59,8 @@ class Scenario:
     expected: str
     others: tuple[str, ...]
     odd: tuple[str, ...]
-    others_on_threads: tuple[str, ...] = ()  # where they differ; ranks that are threads see who never came
+    # Where they differ: our own transports see who never came, and shared memory sees what became of its process.
+    others_on: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     act: Callable[[], None] | None = None  # done in attend() by the odd rank
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the call, on every rank
     odd_options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,7 +70,7 @@ class Scenario:
 
     def words(self, transport: str, is_odd: bool, odd: int) -> list[str]:
         """What this rank's text must hold."""
-        others = self.others_on_threads if transport == "threads" and self.others_on_threads else self.others
+        others = self.others_on.get(transport, self.others)
         return [word.format(odd=odd) for word in (self.odd if is_odd else others)]
 
 
@@ -115,6 +116,7 @@ SCENARIOS = {
         "every survivor raises, naming the rank that is lost",
         _LOST,
         (_ENDED,),
+        others_on={"shm": ("[CP062]", "for rank {odd}, whose process ", "ended; its last call was ")},
         act=_kill_self,
         needs_processes=True,
         group_lives=False,
@@ -123,6 +125,7 @@ SCENARIOS = {
         "every other rank raises after the group's timeout, naming the rank that is lost",
         _LOST,
         (_STOPPED,),
+        others_on={"shm": ("[CP062]", "for rank {odd}, which never came", "is stopped; its last call was ")},
         act=_stop_self,
         needs_processes=True,
         group_lives=False,
@@ -131,7 +134,10 @@ SCENARIOS = {
         "every other rank raises after the group's timeout, naming the rank that never came",
         _LOST,
         (_NO_CALL,),
-        others_on_threads=("[CP062]", "for rank {odd}, which never came"),
+        others_on={
+            "threads": ("[CP062]", "for rank {odd}, which never came"),
+            "shm": ("[CP062]", "for rank {odd}, which never came", "is running; its last call was "),
+        },
         calls=False,
         group_lives=False,
     ),
@@ -216,7 +222,7 @@ class _Outcome:
         self.problems += [f"rank {r}, a plain call afterwards: {text}" for r, text in enumerate(texts) if text != RIGHT]
 
 
-def _over_gloo(ranks: ProcessRanks, name: str) -> _Outcome:
+def _over_processes(ranks: ProcessRanks, name: str) -> _Outcome:
     """One scenario in the processes of `ranks`; a world that it loses is ended, and another one is started."""
     outcome, odd = _Outcome(ranks.world), ranks.world - 1
     pids: set[int] = set()
@@ -280,9 +286,9 @@ def run_faults(
     """Give the last rank of a world one fault after the other, and judge what every rank is told.
 
     Each scenario begins with a plain call and ends with one, in a new world where the fault costs the world.
-    transport: "gloo", processes of this machine; or "threads", where a rank can be neither killed nor stopped alone, so
+    transport: "gloo" or "shm", processes of this machine; or "threads", where a rank can be neither killed nor stopped alone, so
             that those two have no result.
-    Units:  half a minute over Gloo, which starts four worlds; ten seconds on threads. A scenario ends after 20 s.
+    Units:  half a minute over processes, which are started four times; ten seconds on threads. A scenario ends after 20 s.
     Errors: ValueError for fewer than two ranks (CP006) or another transport (CP033). A fault that goes wrong is a
             result, not an error.
     """
@@ -291,13 +297,13 @@ def run_faults(
             f"[run_faults] world={world} has no rank that could see another's fault. Fix: world=2. [CP006]"
         )
     if transport not in TRANSPORTS:
-        raise ValueError(f'[run_faults] transport="{transport}" is unknown. Fix: "gloo" or "threads". [CP033]')
+        raise ValueError(f'[run_faults] transport="{transport}" is unknown. Fix: "gloo", "shm" or "threads". [CP033]')
     results = []
-    with ProcessRanks(world) as ranks:
+    with ProcessRanks(world, backend=PROCESS_BACKENDS.get(transport, "gloo")) as ranks:
         for name, scenario in SCENARIOS.items():
             if transport == "threads" and scenario.needs_processes:
                 continue
-            outcome = _over_threads(world, name) if transport == "threads" else _over_gloo(ranks, name)
+            outcome = _over_threads(world, name) if transport == "threads" else _over_processes(ranks, name)
             results.append(_judge(name, transport, outcome))
             if on_result is not None:
                 on_result(results[-1])

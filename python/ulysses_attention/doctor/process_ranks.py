@@ -16,7 +16,7 @@ from ulysses_attention import _C
 from ulysses_attention.doctor.targets import Target, TargetError, as_target
 from ulysses_attention.launch import ProcessRanks, RankError, post
 
-__all__ = ["GlooRanks"]
+__all__ = ["WorkerRanks"]
 
 HANG_LIMIT_S = 5.0
 GROUP_TIMEOUT_S = 10.0
@@ -73,9 +73,8 @@ def _heartbeat(rank: int, group: Any, devices: Sequence[torch.device]) -> None:
         raise RuntimeError("the ranks are out of step")
 
 
-class GlooRanks(_C.DoctorRanks):
-    """Questions to rank processes, one world per number of ranks: over Gloo, unless a world that is given has another
-    backend.
+class WorkerRanks(_C.DoctorRanks):
+    """Questions to rank processes, one world per number of ranks, over Gloo or shared memory.
 
     A crash or a hang costs its question and the start of a world (2 to 5 s), nothing else.
     """
@@ -84,13 +83,16 @@ class GlooRanks(_C.DoctorRanks):
         self,
         target: str | Callable[..., Any],
         *,
+        backend: str = "gloo",
         worlds: Callable[[int], ProcessRanks | None] | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        """worlds: a number of ranks → a world that its owner closes, or None for one that is started and closed here.
+        """backend: of the worlds that are started here.
+        worlds: a number of ranks → a world that its owner closes, or None for one that is started and closed here.
         Units: hang_limit_s, how long a question may take."""
         super().__init__()
         self._target = target
+        self._backend = backend
         self._worlds_of_caller = worlds or (lambda size: None)
         self._hang_limit_s = hang_limit_s
         self._own: dict[int, ProcessRanks] = {}
@@ -98,7 +100,7 @@ class GlooRanks(_C.DoctorRanks):
         self._logs = tempfile.TemporaryDirectory(prefix="ulysses-doctor-")
         self.restarts = 0
 
-    def __enter__(self) -> GlooRanks:
+    def __enter__(self) -> WorkerRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +146,7 @@ class GlooRanks(_C.DoctorRanks):
     def _world(self, size: int) -> ProcessRanks:
         world = self._worlds_of_caller(size) or self._own.get(size)
         if world is None:
-            world = self._own[size] = ProcessRanks(size, timeout_s=GROUP_TIMEOUT_S)
+            world = self._own[size] = ProcessRanks(size, backend=self._backend, timeout_s=GROUP_TIMEOUT_S)
         if size not in self._is_set_up:
             devices = [world.device(rank) for rank in range(size)]
             logs = self._logs.name if size in self._own else None  # a world that is lent keeps its own stderr

@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from ulysses_attention import _C, __version__
 from ulysses_attention.doctor import stuck
-from ulysses_attention.doctor.process_ranks import GROUP_TIMEOUT_S, GlooRanks, on_device
+from ulysses_attention.doctor.process_ranks import GROUP_TIMEOUT_S, WorkerRanks, on_device
 from ulysses_attention.doctor.schema import SCHEMA_VERSION, VERDICTS, Report, finite
 from ulysses_attention.doctor.targets import PEER, TargetError, as_target, check_target, strategies_of
 
-__all__ = ["TRANSPORTS", "case_line", "examine", "ranks_of", "release", "reproduce", "select"]
+__all__ = ["PROCESS_BACKENDS", "TRANSPORTS", "case_line", "examine", "ranks_of", "release", "reproduce", "select"]
 
-TRANSPORTS = ("threads", "gloo")
+PROCESS_BACKENDS = {"gloo": "gloo", "shm": _C.SHM_BACKEND}  # of the transports whose ranks are processes
+TRANSPORTS = ("threads", *PROCESS_BACKENDS)
 
 OnCase = Callable[[dict[str, Any], int, int], None]
 
@@ -43,20 +44,20 @@ def ranks_of(target: str | Callable[..., Any], transport: str) -> Any:
             dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
         answers = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * GROUP_TIMEOUT_S))
         return _C.GroupRanks(on_device(as_target(target), device), dist.group.WORLD, answers)
-    if transport == "gloo":
+    if transport in PROCESS_BACKENDS:
         if isinstance(target, str):
             check_target(target)  # before a world starts for it
-        return GlooRanks(target)
+        return WorkerRanks(target, backend=PROCESS_BACKENDS[transport])
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r} is unknown. Fix: {' or '.join(TRANSPORTS)}")
     if isinstance(target, str) and target.startswith(PEER):
-        raise TargetError(f"{target} looks its group up per process and needs processes. Fix: --transport gloo")
+        raise TargetError(f"{target} looks its group up per process and needs processes. Fix: --transport gloo, or shm")
     return _C.ThreadRanks(as_target(target))
 
 
 def release(ranks: Any) -> int:
     """No more questions: processes end here. How many threads never came back from the target."""
-    if isinstance(ranks, GlooRanks):
+    if isinstance(ranks, WorkerRanks):
         ranks.close()
     return stuck.note(ranks)
 
@@ -101,7 +102,7 @@ def examine(
     probes: bool | None = None,
     on_case: OnCase | None = None,
 ) -> Report:
-    """Every selected case and every probe, over thread ranks, Gloo processes or the launcher's world.
+    """Every selected case and every probe, over thread ranks, processes (Gloo, shared memory) or the launcher's world.
 
     target: see as_target. cases: a glob of case ids; with one, probes are left out unless asked for.
     Comm:   starts its own ranks; under a launcher every rank must call it, and its world is the one that is used.

@@ -103,7 +103,7 @@ class Report(TypedDict):
     library_version: Annotated[str, "of ulysses_attention"]
     torch_version: Annotated[str, "of torch"]
     target: Annotated[str, "what was examined, as given on the command line"]
-    transport: Annotated[Literal["threads", "gloo", "torchrun"], "what the ranks were"]
+    transport: Annotated[Literal["threads", "gloo", "shm", "torchrun"], "what the ranks were"]
     worlds: Annotated[list[int], "numbers of ranks that were tried"]
     quick: Annotated[bool, "true: only a part of the cases was run"]
     seconds: Annotated[float, "of the whole run"]

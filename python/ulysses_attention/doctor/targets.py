@@ -114,7 +114,7 @@ def _through_function(function: Callable[..., Any]) -> Target:
                 raise
             raise RuntimeError(
                 f"{error} The target calls torch.distributed's functions, which look groups up per process, and "
-                f"these ranks are threads. Fix: --transport gloo"
+                f"these ranks are threads. Fix: --transport gloo, or shm"
             ) from error
 
     return attend

@@ -7,6 +7,7 @@
 #include "ulysses/bindings/module.h"
 #include "ulysses/exchange/group.h"
 #include "ulysses/transports/recording/recording_group.h"
+#include "ulysses/transports/shm/shm_backend.h"
 #include "ulysses/transports/thread/thread_world.h"
 
 namespace ulysses::bindings {
@@ -23,6 +24,16 @@ void bind_transports(py::module_& module) {
       .def_property_readonly("size", &ThreadWorld::size)
       .def("group", &ThreadWorld::group, py::arg("rank"))
       .def("abort", &ThreadWorld::abort, py::arg("rank"), py::arg("reason"), no_gil);
+
+  // What torch.distributed calls for backend="ulysses_shm".
+  module.def(
+      "make_shm_backend",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
+         std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<transports::ShmBackend>(store, rank, size, timeout);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), no_gil);
+  module.attr("SHM_BACKEND") = transports::kShmBackendName;
 
   py::class_<CollectiveRecord>(module, "CollectiveRecord")
       .def_readonly("name", &CollectiveRecord::name)

@@ -19,11 +19,11 @@ using c10d::ProcessGroup;
 using Splits = std::vector<int64_t>;
 
 // Backends in which a collective of a few bytes costs microseconds.
-constexpr std::array<std::string_view, 1> kBackendsWithFreeAgreement = {"ulysses_threads"};
+constexpr std::array<std::string_view, 2> kBackendsWithFreeAgreement = {"ulysses_threads", "ulysses_shm"};
 
 // Backends whose list form of all-to-all takes outputs of different sizes. Gloo's refuses them ("invalid tensor size at
 // index 1"); every backend takes them in the single-tensor form with splits.
-constexpr std::array<std::string_view, 2> kBackendsWithUnevenLists = {"ulysses_threads", "nccl"};
+constexpr std::array<std::string_view, 3> kBackendsWithUnevenLists = {"ulysses_threads", "ulysses_shm", "nccl"};
 
 // Note [Two names]: torch 2.13 renamed the single-tensor collectives of ProcessGroup and deprecated the old names;
 // older versions have only those.

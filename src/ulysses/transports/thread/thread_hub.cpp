@@ -1,25 +1,19 @@
 #include "ulysses/transports/thread/thread_hub.h"
 
-#include <sched.h>
-
 #include <cstring>
 #include <exception>
 #include <utility>
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/transports/collective/spin.h"
 
 namespace ulysses::transports {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr uint64_t kDead = 1u << 16;  // below: ranks that have arrived; above: the generation
 constexpr uint64_t kCountMask = kDead - 1;
 constexpr uint64_t kNextGeneration = kDead << 1;
-constexpr int kPauses = 200;
-constexpr int kYieldsPerLook = 16;
-constexpr std::chrono::milliseconds kSpinTime{1};  // longer waits sleep and leave the cores to ranks that compute
 
 constexpr std::string_view kUsable = "Nothing was exchanged and the group is still usable";
 constexpr std::string_view kUnusable = "The group is no longer usable";
@@ -28,98 +22,22 @@ uint64_t generation_of(uint64_t state) { return state / kNextGeneration; }
 uint64_t count_of(uint64_t state) { return state & kCountMask; }
 bool is_dead(uint64_t state) { return (state & kDead) != 0; }
 
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  ::sched_yield();
-#endif
-}
-
 [[noreturn]] void raise(std::string what, std::string_view rule, std::string fix, std::string_view op, int64_t rank,
                         int64_t size) {
   throw base::Error({{"CP062", base::ErrorKind::kCommunication, std::move(what), std::string(rule), std::move(fix)}},
                     op, rank, size);
 }
 
-std::string name_ranks(const std::vector<int64_t>& ranks) {
-  return base::cat(ranks.size() == 1 ? "rank " : "ranks ", base::join(ranks));
-}
-
-// "rank 0 calls all_reduce, rank 1 calls all_gather" if the values differ, else empty.
-template <typename Value, typename Text>
-std::string find_difference(const std::vector<Contribution>& ranks, std::string_view verb, Value value, Text text) {
-  bool differ = false;
-  for (const auto& rank : ranks) differ = differ || value(rank) != value(ranks.front());
-  if (!differ) return {};
-  std::vector<std::string> parts;
-  for (size_t r = 0; r < ranks.size(); ++r) parts.push_back(base::cat("rank ", r, ' ', verb, ' ', text(ranks[r])));
-  return base::join(parts);
-}
-
-std::string find_refusals(const std::vector<Contribution>& ranks) {
-  std::vector<std::string> parts;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    if (!ranks[r].problem.empty()) parts.push_back(base::cat("rank ", r, ": ", ranks[r].problem));
-  }
-  return base::join(parts, "; ");
-}
-
-std::string find_size_mismatch(const std::vector<Contribution>& ranks) {
-  std::vector<std::string> parts;
-  for (size_t source = 0; source < ranks.size(); ++source) {
-    for (size_t destination = 0; destination < ranks.size(); ++destination) {
-      const int64_t sent = ranks[source].send[destination].bytes;
-      const int64_t expected = ranks[destination].receive[source].bytes;
-      if (sent == expected) continue;
-      parts.push_back(base::cat("rank ", source, " sends ", sent, " bytes to rank ", destination, ", which expects ",
-                                expected, " bytes"));
-    }
-  }
-  return base::join(parts, "; ");
-}
-
 }  // namespace
-
-std::string find_disagreement(const std::vector<Contribution>& ranks) {
-  std::string text = find_difference(
-      ranks, "calls", [](const auto& c) { return c.op; }, [](const auto& c) { return c.op; });
-  if (text.empty()) text = find_refusals(ranks);
-  if (text.empty()) {
-    text = find_difference(
-        ranks, "has", [](const auto& c) { return c.dtype; },
-        [](const auto& c) { return base::cat("dtype ", c10::toString(c.dtype)); });
-  }
-  if (text.empty()) {
-    text = find_difference(
-        ranks, "names root", [](const auto& c) { return c.root; }, [](const auto& c) { return c.root; });
-  }
-  if (text.empty()) {
-    text = find_difference(
-        ranks, "reduces with op", [](const auto& c) { return c.reduce_op; }, [](const auto& c) { return c.reduce_op; });
-  }
-  if (text.empty()) text = find_size_mismatch(ranks);
-  return text;
-}
 
 ThreadHub::ThreadHub(int64_t size, std::chrono::milliseconds timeout)
     : size_(size), timeout_(timeout), contributions_(static_cast<size_t>(size)), arrivals_(static_cast<size_t>(size)) {}
 
-Contribution& ThreadHub::begin(int64_t rank, std::string_view op) {
-  if (is_dead(state_.load())) raise_dead(rank, op);
+void ThreadHub::exchange(int64_t rank, Contribution contribution, std::chrono::milliseconds timeout,
+                         const std::function<void()>& combine) {
+  if (is_dead(state_.load())) raise_dead(rank, contribution.op);
   Contribution& own = contributions_[static_cast<size_t>(rank)];
-  own.op = op;
-  own.problem.clear();
-  own.dtype = at::ScalarType::Undefined;
-  own.root = own.reduce_op = -1;
-  own.send.assign(static_cast<size_t>(size_), {});
-  own.receive.assign(static_cast<size_t>(size_), {});
-  own.keep_alive.clear();
-  return own;
-}
-
-void ThreadHub::exchange(int64_t rank, std::chrono::milliseconds timeout, const std::function<void()>& combine) {
-  Contribution& own = contributions_[static_cast<size_t>(rank)];
+  own = std::move(contribution);
   arrive(rank, Phase::kEnter, timeout);
   // From here every rank reads the others' memory. Whatever happens, all must leave together.
   std::exception_ptr failure;
@@ -134,7 +52,7 @@ void ThreadHub::exchange(int64_t rank, std::chrono::milliseconds timeout, const 
         if (to.data == nullptr || to.bytes == 0 || to.data == from.data) continue;
         std::memcpy(to.data, from.data, static_cast<size_t>(to.bytes));
       }
-      if (combine) combine();
+      combine();
     }
   } catch (...) {
     failure = std::current_exception();
@@ -153,21 +71,6 @@ bool ThreadHub::met(uint64_t generation, Phase phase) const {
   return generation_of(now) != generation || (phase == Phase::kEnter && is_dead(now));
 }
 
-bool ThreadHub::spin(uint64_t generation, Phase phase) const {
-  for (int i = 0; i < kPauses; ++i) {
-    if (met(generation, phase)) return true;
-    pause();
-  }
-  const auto end = Clock::now() + kSpinTime;
-  do {
-    for (int i = 0; i < kYieldsPerLook; ++i) {
-      if (met(generation, phase)) return true;
-      ::sched_yield();
-    }
-  } while (Clock::now() < end);
-  return false;
-}
-
 void ThreadHub::arrive(int64_t rank, Phase phase, std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   arrivals_[static_cast<size_t>(rank)].count.fetch_add(1);
@@ -183,7 +86,7 @@ void ThreadHub::arrive(int64_t rank, Phase phase, std::chrono::milliseconds time
       return;
     }
   }
-  if (!spin(generation, phase)) {
+  if (!spin([&] { return met(generation, phase); })) {
     sleepers_.fetch_add(1);
     std::unique_lock<std::mutex> lock(mutex_);
     wake_.wait_until(lock, deadline, [&] { return met(generation, phase); });
@@ -239,11 +142,12 @@ void ThreadHub::raise_dead(int64_t rank, std::string_view op) const {
   raise(reason, kUnusable, fix, op, rank, size_);
 }
 
-void ThreadHub::post(const Address& address, at::Tensor message) {
+void ThreadHub::post(const Address& address, const at::Tensor& message) {
   if (is_dead(state_.load())) raise_dead(address.source, "send");
+  at::Tensor copy = message.detach().clone();
   std::lock_guard<std::mutex> lock(mutex_);
   Mailbox& box = mail_[address.key()];
-  box.messages.emplace(box.posted++, std::move(message));
+  box.messages.emplace(box.posted++, std::move(copy));
   wake_.notify_all();
 }
 
