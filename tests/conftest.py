@@ -51,6 +51,12 @@ def gloo(_worlds: dict[tuple[str, int], ProcessRanks]) -> Callable[[int], Proces
     return get
 
 
+@pytest.fixture(scope="session")
+def shm(_worlds: dict[tuple[str, int], ProcessRanks]) -> Callable[[int], ProcessRanks]:
+    """shm(world): the suite's one world of that many processes over shared memory."""
+    return lambda world: _worlds.setdefault(("shm", world), ProcessRanks(world, backend="ulysses_shm"))
+
+
 @pytest.fixture
 def ranks(
     request: pytest.FixtureRequest,

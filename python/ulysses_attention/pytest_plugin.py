@@ -158,8 +158,8 @@ def ulysses_conformance(
                **options); "module:NAME" or "path.py:NAME" for one of these.
     worlds:    numbers of ranks.
     quick:     one shape per feature, float32 and some bfloat16.
-    transport: "threads", or "gloo" or "shm" for processes, which survive a target that hangs or dies; they import the target
-               by its name and end with the module's tests.
+    transport: "threads", or "gloo" or "shm" for processes, which survive a target that hangs or dies; they import the
+               target by its name and end with the module's tests.
     cases:     a glob of item ids ("is_causal/*", "probe/reach/*"); "" takes all.
     strict:    features (first part of a case's id) that must work: there a refusal fails.
     Errors:    ValueError for an unknown feature or transport and for a glob that matches nothing; TargetError.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-
 import torch.distributed as dist
 
 from ulysses_attention import _C
@@ -11,13 +9,9 @@ from ulysses_attention import _C
 __all__ = ["register"]
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.distributed_c10d.Backend:
-    return _C.make_shm_backend(store, rank, size, timeout)
-
-
 def register() -> None:
     """Make init_process_group(backend="ulysses_shm"), new_group and DeviceMesh know it, for CPU tensors.
 
     "gloo" stays the backend that torch takes for the CPU when none is named.
     """
-    dist.Backend.register_backend(_C.SHM_BACKEND, _make, devices=["cpu"])
+    dist.Backend.register_backend(_C.SHM_BACKEND, _C.make_shm_backend, devices=["cpu"])

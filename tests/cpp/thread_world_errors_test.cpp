@@ -11,88 +11,9 @@ namespace ulysses::transports {
 namespace {
 
 using namespace ulysses::testing;
-using c10d::ReduceOp;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kShort{150};
-
-TEST(ThreadWorldErrors, DifferentCollectivesAreAnErrorOnEveryRankThatNamesBoth) {
-  std::atomic<int> errors{0};
-  run_ranks(2, [&](int64_t rank, const GroupPtr& group) {
-    const auto text = error_of([&] {
-      if (rank == 0) {
-        all_reduce(*group, at::ones({2}));
-      } else {
-        all_gather(*group, at::empty({4}), at::ones({2}))->wait();
-      }
-    });
-    EXPECT_TRUE(contains(text, "rank 0 calls all_reduce, rank 1 calls all_gather")) << text;
-    EXPECT_TRUE(contains(text, "still usable")) << text;
-    ++errors;
-    EXPECT_EQ(all_reduce(*group, at::ones({1})).item<float>(), 2.0F);
-  });
-  EXPECT_EQ(errors, 2);
-}
-
-// Every rank makes the bad call, sees `expected` in its error, and the world works afterwards.
-template <typename Call>
-void expect_refused_together(int64_t size, const std::string& expected, Call call) {
-  std::atomic<int64_t> refused{0};
-  run_ranks(size, [&](int64_t rank, const GroupPtr& group) {
-    const auto text = error_of([&] { call(rank, *group); });
-    EXPECT_TRUE(contains(text, expected)) << text;
-    EXPECT_TRUE(contains(text, "still usable")) << text;
-    refused += text.empty() ? 0 : 1;
-    EXPECT_EQ(all_reduce(*group, at::ones({1})).item<float>(), static_cast<float>(size));
-  });
-  EXPECT_EQ(refused, size);
-}
-
-TEST(ThreadWorldErrors, SizeMismatchNamesRanksAndBytesOnEveryRank) {
-  expect_refused_together(3, "rank 0 sends 8 bytes to rank 2, which expects 4 bytes", [](int64_t rank, auto& group) {
-    all_to_all(group, at::empty({3}), at::ones({rank == 0 ? 4 : 3}), {1, 1, 1},
-               rank == 0 ? Splits{1, 1, 2} : Splits{1, 1, 1})
-        ->wait();
-  });
-}
-
-TEST(ThreadWorldErrors, DtypeRootAndReductionMismatchAreNamed) {
-  expect_refused_together(2, "rank 0 has dtype Float, rank 1 has dtype Int", [](int64_t rank, auto& group) {
-    all_reduce(group, at::ones({1}, rank == 0 ? at::kFloat : at::kInt));
-  });
-  expect_refused_together(2, "rank 0 names root 0, rank 1 names root 1", [](int64_t rank, auto& group) {
-    c10d::BroadcastOptions options;
-    options.rootRank = rank;
-    Tensors tensors{at::ones({1})};
-    group.broadcast(tensors, options)->wait();
-  });
-  expect_refused_together(2, "rank 0 reduces with op 0, rank 1 reduces with op 4", [](int64_t rank, auto& group) {
-    all_reduce(group, at::ones({1}), rank == 0 ? ReduceOp::SUM : ReduceOp::MAX);
-  });
-}
-
-TEST(ThreadWorldErrors, WhatOneRankRefusesNobodyWaitsFor) {
-  expect_refused_together(2, "rank 1: a tensor of shape [3, 2] and strides [1, 3] is not contiguous",
-                          [](int64_t rank, auto& group) {
-                            auto tensor = at::ones({2, 3});
-                            all_reduce(group, rank == 1 ? tensor.t() : at::ones({3, 2}));
-                          });
-  expect_refused_together(2, "rank 0: split sizes [1, 1] sum to 2, the tensor has 3 rows",
-                          [](int64_t rank, auto& group) {
-                            all_to_all(group, at::empty({2}), at::ones({rank == 0 ? 3 : 2}), {1, 1}, {1, 1})->wait();
-                          });
-  expect_refused_together(2, "rank 1: 3 rows do not divide by 2 ranks", [](int64_t rank, auto& group) {
-    all_to_all(group, at::empty({2}), at::ones({2 + rank}))->wait();
-  });
-  expect_refused_together(2, "rank 1: an input and an output share memory", [](int64_t rank, auto& group) {
-    auto tensor = at::ones({2});
-    all_to_all(group, rank == 1 ? tensor : at::empty({2}), tensor)->wait();
-  });
-  expect_refused_together(2, "reduce op 5 is not one of SUM",
-                          [](int64_t, auto& group) { all_reduce(group, at::ones({1}, at::kInt), ReduceOp::BAND); });
-  expect_refused_together(2, "AVG of Int; use SUM",
-                          [](int64_t, auto& group) { all_reduce(group, at::ones({1}, at::kInt), ReduceOp::AVG); });
-}
 
 TEST(ThreadWorldErrors, ARankThatRaisesUnblocksTheOthersAndItsExceptionIsRethrown) {
   std::atomic<int> unblocked{0};
@@ -172,18 +93,6 @@ TEST(ThreadWorldErrors, AbortAtAnyMomentUnblocksEveryRank) {
     world.abort(1, "stopped from outside");
     for (auto& thread : threads) thread.join();
   }
-}
-
-TEST(ThreadWorldErrors, RecvOfAnotherSizeNamesBothAndTheWorldStaysUsable) {
-  run_ranks(2, [&](int64_t rank, const GroupPtr& group) {
-    if (rank == 0) {
-      send(*group, at::ones({3}), 1)->wait();
-    } else {
-      const auto text = error_of([&] { recv(*group, at::ones({2}), 0)->wait(); });
-      EXPECT_TRUE(contains(text, "rank 0 sent 12 bytes of Float to rank 1, which expects 8 bytes")) << text;
-    }
-    EXPECT_EQ(all_reduce(*group, at::ones({1})).item<float>(), 2.0F);
-  });
 }
 
 TEST(ThreadWorldErrors, BadArgumentsAreRefused) {

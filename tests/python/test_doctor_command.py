@@ -111,6 +111,15 @@ def test_a_class_and_the_cases_that_are_asked_for(mine: Path, capsys: pytest.Cap
     assert {case["strategy"] for case in report["cases"]} == {"ulysses", "allgather_kv"}
 
 
+def test_processes_over_shared_memory(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--transport", "shm", "--world", "2", "--cases", "equal_shards/*/float32/*", "--json", "r.json"]
+    status, out, _ = _ask(capsys, "doctor", "mine.py:local", *files)
+    assert status == 1 and SENTENCE in out
+    report = schema.load("r.json")
+    assert report["transport"] == "shm"
+    assert json.loads(shlex.split(report["cases"][0]["repro"])[2])["transport"] == "shm"
+
+
 WRONG_USAGE = {
     "nobody": "'nobody' is no registered backend (ulysses",
     "mine.py:absent": "has no 'absent'. Fix: one of",
@@ -120,8 +129,7 @@ WRONG_USAGE = {
     "mine.py:Plain": "Plain does not inherit UlyssesAttentionProcessor",
     "peer:nobody": "target='peer:nobody' is no known library",
     "ulysses --cases nothing*": "--cases 'nothing*' matches no case",
-    "ulysses --transport shm": "Fix: --transport threads, or gloo",
-    "peer:diffusers --transport threads": "Fix: --transport gloo",
+    "peer:diffusers --transport threads": "Fix: --transport gloo, or shm",
     "raises.py:local": "raises.py cannot be imported: ZeroDivisionError: division by zero",
     "raises:local": "raises cannot be imported: ZeroDivisionError: division by zero",
     "leaves.py:local": "leaves.py cannot be imported: SystemExit: 3",
@@ -134,7 +142,6 @@ WRONG_USAGE = {
     "ulysses --faults": "--faults tries ranks of our own and takes no ulysses. Fix: leave it out",
     "--faults --world 2 --cases * --quick --json r.json --html r.html": "takes no --world, --cases, --json, --html, "
     "--quick. Fix",
-    "--faults --transport shm": "Fix: --transport threads, or gloo",
 }
 
 

@@ -14,40 +14,48 @@ from ulysses_attention.launch import ProcessRanks
 
 WORLD, ODD = 3, 2
 ON_THREADS = ["slow", "raises", "disagrees", "never calls"]  # one thread can be neither killed nor stopped
-ON_GLOO = ["slow", "raises", "disagrees", "killed", "stopped", "never calls"]
+ON_PROCESSES = ["slow", "raises", "disagrees", "killed", "stopped", "never calls"]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, str], FaultResult]:
-    """All faults on both transports, by (transport, scenario)."""
+    """All faults on every transport, by (transport, scenario)."""
     children = set(multiprocessing.active_children())  # in no order
     results: list[FaultResult] = []
-    for transport in ("threads", "gloo"):
+    for transport in ("threads", "gloo", "shm"):
         before = len(results)
         assert run_faults(WORLD, transport, results.append) == results[before:]
-    assert set(multiprocessing.active_children()) == children  # four worlds of processes, and none is left
+    assert set(multiprocessing.active_children()) == children  # eight worlds of processes, and none is left
     return {(result.transport, result.scenario): result for result in results}
 
 
 def test_every_fault_ends_well(found: dict[tuple[str, str], FaultResult]) -> None:
-    assert list(found) == [*(("threads", name) for name in ON_THREADS), *(("gloo", name) for name in ON_GLOO)]
+    on_processes = [(transport, name) for transport in ("gloo", "shm") for name in ON_PROCESSES]
+    assert list(found) == [*(("threads", name) for name in ON_THREADS), *on_processes]
     for result in found.values():
         assert (result.verdict, result.problem) == ("ok", ""), result
         assert len(result.texts) == result.world == WORLD
+
+
+OF_ITSELF = {
+    "killed": "the process ended without an answer: exit code -9",
+    "stopped": "stopped, and ended when every other rank had answered",
+    "never calls": "made no call",
+}
 
 
 def _error(text: str) -> str:
     return text.removeprefix("RuntimeError: ")
 
 
-@pytest.mark.parametrize("transport", ["threads", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
 def test_a_slow_rank_is_waited_for(found: dict[tuple[str, str], FaultResult], transport: str) -> None:
     result = found[transport, "slow"]
     assert result.texts == ("right numbers",) * WORLD
     assert result.seconds >= faults.SLOW_S  # the others did wait: a sleep is never shorter
 
 
-@pytest.mark.parametrize("transport", ["threads", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
 def test_cp067_a_rank_that_raises_is_named_with_its_error(
     found: dict[tuple[str, str], FaultResult], transport: str
 ) -> None:
@@ -57,7 +65,7 @@ def test_cp067_a_rank_that_raises_is_named_with_its_error(
         assert_text(_error(text), "CP067", "failed on rank 2: ArithmeticError: a fault on purpose", "still usable")
 
 
-@pytest.mark.parametrize("transport", ["threads", "gloo"])
+@pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
 def test_cp060_a_rank_with_another_argument_is_named_with_both_values(
     found: dict[tuple[str, str], FaultResult], transport: str
 ) -> None:
@@ -74,15 +82,28 @@ def test_cp062_a_lost_process_is_named_and_so_is_who_failed_too(
         lost = "rank 2 has not reported: it ended, is stopped, or is not in this call"
         also = f"rank {1 - rank} failed in rows_to_ranks too"
         assert_text(_error(text), "CP062", "torch.distributed failed in rows_to_ranks: ", lost, also)
-    assert (
-        result.texts[ODD]
-        == {
-            "killed": "the process ended without an answer: exit code -9",
-            "stopped": "stopped, and ended when every other rank had answered",
-            "never calls": "made no call",
-        }[fault]
-    )
+    assert result.texts[ODD] == OF_ITSELF[fault]
     if fault != "killed":  # a lost connection is seen at once, a silent rank after the time of the group
+        assert result.seconds >= faults.TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "last_call"),
+    [
+        ("killed", r"rank [01] waits in all_to_all for rank 2, whose process \d+ ended; ", "number 5"),
+        ("stopped", r"waited 5000 ms in all_to_all for rank 2, which never came .* is stopped; ", "number 5"),
+        ("never calls", r"waited 5000 ms in all_gather for rank 2, which never came .* is running; ", "number 3"),
+    ],
+)
+def test_cp062_shared_memory_says_what_became_of_the_process_and_what_it_did_last(
+    found: dict[tuple[str, str], FaultResult], fault: str, words: str, last_call: str
+) -> None:
+    result = found["shm", fault]
+    for text in result.texts[:ODD]:
+        assert_text(_error(text), "CP062", f"its last call was all_to_all, {last_call}", "no longer usable")
+        assert re.search(words, text), text
+    assert result.texts[ODD] == OF_ITSELF[fault]
+    if fault != "killed":
         assert result.seconds >= faults.TIMEOUT_S
 
 
@@ -121,6 +142,6 @@ def test_a_world_that_cannot_have_the_fault_is_refused() -> None:
     launches = ProcessRanks.launches
     with pytest.raises(ValueError, match=r"world=1 .* Fix: world=2\. \[CP006\]"):
         run_faults(1, "gloo")
-    with pytest.raises(ValueError, match=r'transport="mpi" .* Fix: "gloo" or "threads"\. \[CP033\]'):
+    with pytest.raises(ValueError, match=r'transport="mpi" .* Fix: "gloo", "shm" or "threads"\. \[CP033\]'):
         run_faults(2, "mpi")
     assert ProcessRanks.launches == launches

@@ -286,9 +286,10 @@ def run_faults(
     """Give the last rank of a world one fault after the other, and judge what every rank is told.
 
     Each scenario begins with a plain call and ends with one, in a new world where the fault costs the world.
-    transport: "gloo" or "shm", processes of this machine; or "threads", where a rank can be neither killed nor stopped alone, so
-            that those two have no result.
-    Units:  half a minute over processes, which are started four times; ten seconds on threads. A scenario ends after 20 s.
+    transport: "gloo" or "shm", processes of this machine; or "threads", where a rank can be neither
+            killed nor stopped alone, so that those two have no result.
+    Units:  half a minute over processes, which are started four times; ten seconds on threads. A scenario ends after
+            20 s.
     Errors: ValueError for fewer than two ranks (CP006) or another transport (CP033). A fault that goes wrong is a
             result, not an error.
     """

@@ -160,7 +160,7 @@ register_backend("my_backend", MyBackend)
   `kv_layout` (shards that are not all equal, or padded), `causal_alignment`, `window=(left, right)`, `attn_mask` (bool
   `[B, S_kv]`), `joint=(q, k, v)` of the text, `cu_seqlens_q`, `cu_seqlens_kv`, `dropout_p`, `kv_role`, `qkv_format`,
   `ulysses_degree`. A name that the signature lacks counts as refused. Code that calls torch.distributed's own functions
-  needs processes: `--transport gloo`, or `torchrun --no-python ulysses doctor …`.
+  needs processes: `--transport gloo` or `shm`, or `torchrun --no-python ulysses doctor …`.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
 - What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with
@@ -230,11 +230,11 @@ constexpr std::string_view kAgreement = R"(
 ## What agreement cannot see
 
 Before data moves the ranks compare a fingerprint of the call: op, options, dtype, shapes, policy, layout, requires_grad and
-each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads) and, over a
-process group, on the first use of each signature. `"always"` compares on every call over any transport, and once more how
-`attend()` ended on each rank (CP067); `"off"` trusts.
+each rank's own errors. With `agreement="auto"` this happens on every call where it is free (ranks that are threads, or processes over
+shared memory) and, over any other process group, on the first use of each signature. `"always"` compares on every call over
+any transport, and once more how `attend()` ended on each rank (CP067); `"off"` trusts.
 
-- What "auto" cannot see over a process group: a rank that later leaves the agreed signature, for example by another
+- What "auto" cannot see over such a process group: a rank that later leaves the agreed signature, for example by another
   `requires_grad`. With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
   numbers may be wrong. Rerun with `agreement="always"`, or with `ULYSSES_AGREEMENT=always` in the environment.
 - A wrong `cp_group` of the right size is noticed only through a layout with `cp_rank` set (CP015 on every rank). Without

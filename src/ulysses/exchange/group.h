@@ -26,7 +26,8 @@ class Group {
   int64_t rank() const;
   int64_t size() const;
   std::string name() const;
-  // True where comparing fingerprints on every call costs next to nothing: ranks that are threads or share memory, or a group of one.
+  // True where comparing fingerprints on every call costs next to nothing: ranks that are threads or share memory, or a
+  // group of one.
   bool agreement_is_free() const;
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const { return process_group_; }
 

@@ -24,6 +24,7 @@ const Tensors& first(const std::vector<Tensors>& lists) {
 
 CollectiveBackend::WorkPtr CollectiveBackend::run(Call& call, OpType type, std::chrono::milliseconds timeout,
                                                   Tensors results, const at::Tensor& reduced) {
+  ++calls_;
   call.refuse_overlap();
   exchange(std::move(call.own), timeout.count() > 0 ? timeout : timeout_, reduced);
   call.deliver();

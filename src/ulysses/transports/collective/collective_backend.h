@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,6 +27,9 @@ class CollectiveBackend : public c10d::Backend {
   CollectiveBackend(int64_t rank, int64_t size, std::chrono::milliseconds timeout)
       : Backend(static_cast<int>(rank), static_cast<int>(size)), timeout_(timeout) {}
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  // torch compares how many collectives each rank has made, where its debug level asks for that.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
                         const c10d::AllToAllOptions& options) override;
@@ -65,6 +69,7 @@ class CollectiveBackend : public c10d::Backend {
   void check_message(const Tensors& tensors, int peer, const char* op) const;
 
   std::chrono::milliseconds timeout_;
+  std::atomic<uint64_t> calls_{0};
 };
 
 }  // namespace ulysses::transports

@@ -39,10 +39,9 @@ uint64_t own_namespace() {
 
 }  // namespace
 
-ProcessId own_process() {
-  const int64_t pid = ::getpid();
-  return {pid, read_stat(pid).start, own_namespace()};
-}
+ProcessId process(int64_t pid) { return {pid, read_stat(pid).start, own_namespace()}; }
+
+ProcessId own_process() { return process(::getpid()); }
 
 Life life_of(const ProcessId& process) {
   if (process.start == 0 || process.pid_namespace == 0 || process.pid_namespace != own_namespace()) {

@@ -19,6 +19,7 @@ enum class Life {
   kUnknown,  // in another pid namespace, or there is no /proc
 };
 
+ProcessId process(int64_t pid);  // of this pid namespace; start 0 if there is none
 ProcessId own_process();
 Life life_of(const ProcessId& process);
 // Differs between hosts and between starts of one host; empty where the system does not say.

@@ -51,7 +51,8 @@ struct Letter {
   int64_t tag = 0;
   int64_t dtype = 0;
   int64_t bytes = 0;
-  int64_t file = -1;  // a descriptor of the sender's process
+  int64_t file = -1;   // a descriptor of the sender's process
+  uint64_t inode = 0;  // of the file, because a number that was closed is soon that of another
 };
 
 // Messages from one rank to another: what lies between `taken` and `posted`.

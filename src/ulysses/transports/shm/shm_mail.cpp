@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +27,13 @@ int transfer_all(Transfer transfer, int file, Byte* data, size_t bytes) {
     bytes -= static_cast<size_t>(moved);
   }
   return 0;
+}
+
+// 0 if the status cannot be had.
+uint64_t inode_of(int file, size_t bytes) {
+  struct stat status {};
+  const bool known = ::fstat(file, &status) == 0 && static_cast<size_t>(status.st_size) == bytes;
+  return known ? static_cast<uint64_t>(status.st_ino) : 0;
 }
 
 }  // namespace
@@ -80,7 +88,7 @@ void ShmMail::post(const Address& address, const at::Tensor& message) {
   }
   sent_.push_back({address.destination, number, file});
   letters.letters[number % kLetters] = {address.tag, static_cast<int64_t>(message.scalar_type()),
-                                        static_cast<int64_t>(message.nbytes()), file};
+                                        static_cast<int64_t>(message.nbytes()), file, inode_of(file, message.nbytes())};
   letters.posted.word.store(number + 1);
   ring(letters.posted);
 }
@@ -93,7 +101,9 @@ at::Tensor ShmMail::open_letter(const Letter& letter, const Address& address) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   int error = file < 0 ? errno : 0;
   if (file >= 0) {
-    error = transfer_all(::read, file, static_cast<std::byte*>(message.mutable_data_ptr()), message.nbytes());
+    const bool same = inode_of(file, message.nbytes()) == letter.inode;
+    error = same ? transfer_all(::read, file, static_cast<std::byte*>(message.mutable_data_ptr()), message.nbytes())
+                 : ENOENT;
     ::close(file);
   }
   if (error == 0) return message;
