@@ -15,6 +15,7 @@
 
 #include "collectives.h"
 #include "ulysses/transports/shm/shm_backend.h"
+#include "ulysses/transports/thread/keep_num_threads.h"
 #include "ulysses/transports/thread/thread_world.h"
 
 // Groups of our own transports, so that one suite asks all of them.
@@ -44,8 +45,10 @@ inline void run_shm_ranks(int64_t size, const transports::RankFunction& fn,
   std::mutex mutex;
   std::exception_ptr cause;
   std::vector<std::thread> threads;
+  const transports::KeepNumThreads keep;
   for (int64_t rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
+      at::set_num_threads(1);
       GroupPtr group;
       try {
         group = make_shm_group(store, rank, size, timeout);

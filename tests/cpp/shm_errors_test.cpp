@@ -18,23 +18,21 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kShort{200};
 
-// What each rank's error says.
+// What each rank's error says, in a group that has made one call and has this timeout from then on.
 std::vector<std::string> errors_of(int64_t size, milliseconds timeout,
                                    const std::function<void(int64_t, c10d::ProcessGroup&)>& call) {
   std::vector<std::string> texts(static_cast<size_t>(size));
-  run_shm_ranks(
-      size,
-      [&](int64_t rank, const GroupPtr& group) {
-        texts[static_cast<size_t>(rank)] = error_of([&] { call(rank, *group); });
-      },
-      timeout);
+  run_shm_ranks(size, [&](int64_t rank, const GroupPtr& group) {
+    group->barrier()->wait();
+    group->getBackend(c10::DeviceType::CPU)->setTimeout(timeout);
+    texts[static_cast<size_t>(rank)] = error_of([&] { call(rank, *group); });
+  });
   return texts;
 }
 
 TEST(ShmErrors, TimeoutNamesTheRanksThatNeverCameWithTheirLastCallAndKillsTheGroup) {
   std::atomic<int> gave_up{0};
   const auto texts = errors_of(4, kShort, [&](int64_t rank, auto& group) {
-    group.barrier()->wait();
     while (rank % 2 == 1 && gave_up < 2) std::this_thread::sleep_for(milliseconds(5));
     try {
       all_reduce(group, at::ones({1}));
@@ -67,7 +65,6 @@ TEST(ShmErrors, TheTimeoutOfACallComesFirst) {
 
 TEST(ShmErrors, ARankThatLeavesIsNamedAtOnce) {
   const auto texts = errors_of(3, std::chrono::seconds(60), [&](int64_t rank, auto& group) {
-    group.barrier()->wait();
     if (rank == 2) group.getBackend(c10::DeviceType::CPU)->shutdown();
     all_reduce(group, at::ones({1}));
   });
@@ -102,13 +99,15 @@ TEST(ShmErrors, AbortAtAnyMomentUnblocksEveryRank) {
 }
 
 TEST(ShmErrors, RecvTimesOutOrHearsThatTheSenderLeft) {
-  auto texts = errors_of(2, kShort, [&](int64_t rank, auto& group) {
-    if (rank == 1) recv(group, at::empty({1}), 0, 5)->wait();
-    if (rank == 0) std::this_thread::sleep_for(2 * kShort);
+  std::atomic<bool> is_over{false};
+  errors_of(2, kShort, [&](int64_t rank, auto& group) {
+    while (rank == 0 && !is_over) std::this_thread::sleep_for(milliseconds(5));
+    if (rank == 0) return;
+    const auto text = error_of([&] { recv(group, at::empty({1}), 0, 5)->wait(); });
+    is_over = true;
+    EXPECT_TRUE(contains(text, "rank 1 waited 200 ms in recv for rank 0 (tag 5), which never sent (process ")) << text;
   });
-  EXPECT_TRUE(contains(texts[1], "rank 1 waited 200 ms in recv for rank 0 (tag 5), which never sent (process "))
-      << texts[1];
-  texts = errors_of(2, std::chrono::seconds(60), [&](int64_t rank, auto& group) {
+  const auto texts = errors_of(2, std::chrono::seconds(60), [&](int64_t rank, auto& group) {
     if (rank == 1) recv(group, at::empty({1}), 0, 5)->wait();
   });
   EXPECT_TRUE(contains(texts[1], "rank 1 waits in recv (tag 5) for rank 0, which left the group")) << texts[1];
@@ -144,24 +143,24 @@ TEST(ShmErrors, ThreadsOfOneRankTakeTurns) {
 }
 
 TEST(ShmErrors, AThreadThatWaitsTooLongForItsTurnSaysSoAndTheGroupLives) {
-  std::atomic<bool> is_waiting{false};
-  run_shm_ranks(2, [&](int64_t rank, const GroupPtr& group) {
-    std::thread first;
-    if (rank == 0) {
-      first = std::thread([&] { all_reduce(*group, at::ones({1})); });
-      std::this_thread::sleep_for(milliseconds(100));  // it waits for rank 1
-      c10d::BarrierOptions options;
-      options.timeout = milliseconds(50);
-      EXPECT_TRUE(contains(error_of([&] { group->barrier(options); }),
-                           "another thread of this rank has been in a call of this group for 50 ms"));
-      is_waiting = true;
-    } else {
-      while (!is_waiting) std::this_thread::sleep_for(milliseconds(5));
-      all_reduce(*group, at::ones({1}));
-    }
-    if (rank == 0) first.join();
-    EXPECT_EQ(all_reduce(*group, at::ones({1})).item<float>(), 2.0F);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto call = [](ShmHub& hub, milliseconds timeout) { hub.exchange(Contribution("barrier", 2), timeout, {}); };
+  std::atomic<bool> has_waited{false};
+  std::thread other([&] {
+    const auto hub = join_shm(store, 1, 2, std::chrono::seconds(20));
+    while (!has_waited) std::this_thread::sleep_for(milliseconds(5));
+    call(*hub, std::chrono::seconds(20));
+    call(*hub, std::chrono::seconds(20));
   });
+  const auto hub = join_shm(store, 0, 2, std::chrono::seconds(20));
+  std::thread first([&] { call(*hub, std::chrono::seconds(20)); });
+  while (hub->meeting().layout().record(0).calls.load() == 0) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_TRUE(contains(error_of([&] { call(*hub, milliseconds(50)); }),
+                       "another thread of this rank has been in a call of this group for 50 ms"));
+  has_waited = true;
+  first.join();
+  call(*hub, std::chrono::seconds(20));
+  other.join();
 }
 
 TEST(ShmErrors, GroupsOfOneProcessAreIndependent) {

@@ -63,12 +63,13 @@ TEST(ShmStart, ARankThatNeverOpensTheSegmentIsNamedAndTheNameIsGone) {
   std::vector<std::string> texts(3);
   std::vector<std::thread> threads;
   for (int64_t rank : {0, 2}) {
-    threads.emplace_back(
-        [&, rank] { texts[static_cast<size_t>(rank)] = error_of([&] { make_shm_group(store, rank, 3, kShort); }); });
+    threads.emplace_back([&, rank] {
+      texts[static_cast<size_t>(rank)] = error_of([&] { make_shm_group(store, rank, 3, milliseconds(1500)); });
+    });
   }
   for (auto& thread : threads) thread.join();
   for (const size_t rank : {0, 2}) {
-    EXPECT_TRUE(contains(texts[rank], "waited 200 ms in start for rank 1, which never came (rank 1: it never opened "))
+    EXPECT_TRUE(contains(texts[rank], "waited 1500 ms in start for rank 1, which never came (rank 1: it never opened "))
         << texts[rank];
   }
   EXPECT_FALSE(exists(first_line(store->values.at(0))));

@@ -82,7 +82,8 @@ constexpr std::string_view kRanksDisagree = R"(
 - Cause: the ranks call different collectives, or with different sizes.
 - Ours: CP060 names rank, field and both values before data moves; CP062 the ranks that raised, failed or never came.
 - Fix: the same arguments on every rank; rerun with `agreement="always"`. `ulysses doctor --faults` shows what every rank
-  is told when one is killed, stopped, slow, absent or of another opinion.
+  is told when one is killed, stopped, slow, absent or of another opinion. On one host `init_process_group("ulysses_shm")`
+  compares the ranks at every collective of any code, and names the calls and sizes that don't match.
 
 ### Static, or noise in part of the picture
 

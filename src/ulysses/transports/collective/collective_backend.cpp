@@ -171,10 +171,11 @@ CollectiveBackend::WorkPtr CollectiveBackend::scatter(Tensors& outputs, std::vec
   return run(call, OpType::SCATTER, options.timeout, outputs);
 }
 
-void CollectiveBackend::check_pairs(const Tensors& outputs, const Tensors& inputs, const char* op) const {
-  if (outputs.size() == inputs.size()) return;
-  raise_usable(base::cat(op, " of ", inputs.size(), " inputs into ", outputs.size(), " outputs"),
-               "pass one output for each input", op, rank_, size_);
+// A rank that refuses alone would leave the others waiting in the first of its collectives.
+void CollectiveBackend::check_pairs(const Tensors& outputs, const Tensors& inputs, const char* op,
+                                    std::chrono::milliseconds timeout) {
+  Call call(op, rank_, size_);
+  if (!call.expect_count("outputs", outputs.size(), inputs.size())) run(call, OpType::UNKNOWN, timeout, {});
 }
 
 CollectiveBackend::WorkPtr CollectiveBackend::allreduce_coalesced(Tensors& tensors,
@@ -188,14 +189,14 @@ CollectiveBackend::WorkPtr CollectiveBackend::allreduce_coalesced(Tensors& tenso
 
 CollectiveBackend::WorkPtr CollectiveBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                               const c10d::AllgatherOptions& options) {
-  check_pairs(outputs, inputs, "all_gather");
+  check_pairs(outputs, inputs, "all_gather", options.timeout);
   for (size_t i = 0; i < outputs.size(); ++i) _allgather_base(outputs[i], inputs[i], options);
   return c10::make_intrusive<DoneWork>(rank_, OpType::ALLGATHER_COALESCED, outputs);
 }
 
 CollectiveBackend::WorkPtr CollectiveBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  check_pairs(outputs, inputs, "reduce_scatter");
+  check_pairs(outputs, inputs, "reduce_scatter", options.timeout);
   for (size_t i = 0; i < outputs.size(); ++i) _reduce_scatter_base(outputs[i], inputs[i], options);
   return c10::make_intrusive<DoneWork>(rank_, OpType::COALESCED, outputs);
 }

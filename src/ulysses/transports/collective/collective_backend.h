@@ -65,7 +65,7 @@ class CollectiveBackend : public c10d::Backend {
  private:
   WorkPtr run(Call& call, c10d::OpType type, std::chrono::milliseconds timeout, Tensors results,
               const at::Tensor& reduced = {});
-  void check_pairs(const Tensors& outputs, const Tensors& inputs, const char* op) const;
+  void check_pairs(const Tensors& outputs, const Tensors& inputs, const char* op, std::chrono::milliseconds timeout);
   void check_message(const Tensors& tensors, int peer, const char* op) const;
 
   std::chrono::milliseconds timeout_;

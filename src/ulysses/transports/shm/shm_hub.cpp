@@ -71,8 +71,8 @@ std::vector<Contribution> ShmHub::read_announcements(int64_t half) const {
 }
 
 void ShmHub::exchange(const Contribution& own, std::chrono::milliseconds timeout, const at::Tensor& result) {
-  const std::unique_lock<std::timed_mutex> turn(one_call_, timeout);
-  if (!turn.owns_lock()) {
+  const Turns::Turn turn(calls_, timeout);
+  if (!turn.held()) {
     raise_usable(base::cat("another thread of this rank has been in a call of this group for ", timeout.count(), " ms"),
                  "call a group from one thread, or make a group for each", own.op, meeting_.rank(), meeting_.size());
   }

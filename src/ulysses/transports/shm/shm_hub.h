@@ -3,12 +3,12 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "ulysses/transports/collective/contribution.h"
 #include "ulysses/transports/shm/segment.h"
 #include "ulysses/transports/shm/shm_meeting.h"
+#include "ulysses/transports/shm/turns.h"
 
 namespace ulysses::transports {
 
@@ -49,7 +49,7 @@ class ShmHub {
 
   Segment segment_;
   ShmMeeting meeting_;
-  std::timed_mutex one_call_;
+  Turns calls_;
 };
 
 }  // namespace ulysses::transports

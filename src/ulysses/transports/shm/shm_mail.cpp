@@ -71,7 +71,13 @@ void ShmMail::post(const Address& address, const at::Tensor& message) {
   Letterbox& letters = box(address);
   const uint32_t number = letters.posted.word.load();
   const auto has_room = [&] { return number - letters.taken.word.load() < kLetters || meeting_.is_dead(); };
-  if (!wait_for(letters.taken, Clock::now() + timeout_, has_room, [] {})) {
+  const auto look = [&] {
+    const std::string loss = meeting_.find_loss(address.destination);
+    if (loss.empty()) return;
+    lose(base::cat("rank ", address.source, " waits in send until a message is taken by ", loss),
+         base::cat("find why rank ", address.destination, " is gone, then start the ranks again"), "send");
+  };
+  if (!wait_for(letters.taken, Clock::now() + timeout_, has_room, look)) {
     lose(base::cat("rank ", address.source, " waited ", timeout_.count(), " ms in send for rank ", address.destination,
                    ", which has not taken ", kLetters, " messages (", meeting_.describe(address.destination), ')'),
          base::cat("find why rank ", address.destination, " does not receive, then create the group again"), "send");
