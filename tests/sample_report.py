@@ -108,7 +108,7 @@ def sample() -> Report:
     cases = [_case(row) for row in ROWS]
     verdicts = ("ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message")
     report: Any = {
-        "schema_version": 1,
+        "schema_version": 2,
         "library_version": "0.1.0",
         "torch_version": "2.13.0+cpu",
         "target": "my_module:attention",

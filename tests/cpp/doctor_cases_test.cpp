@@ -47,12 +47,23 @@ const std::map<Feature, bool (*)(const Case&)>& uses() {
       {Feature::kCrossLengths, [](const Case& c) { return c.kv_lengths != c.lengths; }},
       {Feature::kValueHeadDim, [](const Case& c) { return c.value_head_dim != c.head_dim; }},
       {Feature::kWindow, [](const Case& c) { return c.window > 0; }},
-      {Feature::kAttnMask, [](const Case& c) { return c.masked_keys > 0; }},
+      {Feature::kAttnMask, [](const Case& c) { return c.mask.starts_with("key") && c.local_axis.empty(); }},
+      {Feature::kQueryMask, [](const Case& c) { return c.mask == "query" || c.mask == "full"; }},
+      {Feature::kHeadMask, [](const Case& c) { return c.mask == "head" || c.mask == "full"; }},
+      {Feature::kAdditiveMask, [](const Case& c) { return !c.mask.empty() && c.additive_mask; }},
+      {Feature::kShardedMask, [](const Case& c) { return !c.mask.empty() && !c.local_axis.empty(); }},
+      {Feature::kMaskGradient, [](const Case& c) { return c.additive_mask && c.mask_grad && c.backward; }},
       {Feature::kReplicatedKv, [](const Case& c) { return c.replicated_kv; }},
       {Feature::kJointTokens, [](const Case& c) { return c.text_len > 0; }},
+      {Feature::kJointSuffix, [](const Case& c) { return c.text_len > 0 && c.text_suffix; }},
+      {Feature::kJointValidLens,
+       [](const Case& c) { return std::ssize(c.text_lens) == c.batch && shortest(c.text_lens) < c.text_len; }},
       {Feature::kPackedSequences, [](const Case& c) { return c.num_documents > 1; }},
       {Feature::kDropout, [](const Case& c) { return c.dropout_p > 0; }},
-      {Feature::kQkvFormat, [](const Case& c) { return c.qkv_format == "bhsd"; }},
+      {Feature::kQkvFormat, [](const Case& c) { return c.qkv_format == "bhsd" || c.qkv_format == "sbhd"; }},
+      {Feature::kSinks, [](const Case& c) { return c.sinks; }},
+      {Feature::kSoftcap, [](const Case& c) { return c.softcap > 0; }},
+      {Feature::kLseGradient, [](const Case& c) { return c.return_lse && c.lse_grad && c.backward; }},
       {Feature::kHybridDegree, [](const Case& c) { return c.ulysses_degree > 0; }},
       {Feature::kHeadTailOrder, [](const Case& c) { return c.order == "head_tail"; }},
   };
@@ -100,6 +111,17 @@ TEST(DoctorCases, AnIdNamesFeatureStrategyRanksDtypeAndShape) {
   EXPECT_EQ(c.id(), "cross_lengths/W2/bfloat16/S16-H4:2-Skv23-Dv8-B2-causal-lse-strided-x100");
   c.bottom_right = true;
   EXPECT_EQ(c.id(), "cross_lengths/W2/bfloat16/S16-H4:2-Skv23-Dv8-B2-bottom_right-lse-strided-x100");
+  Case extras = plain_case(2, "");
+  extras.mask = "full", extras.additive_mask = extras.blind_rows = extras.mask_grad = true;
+  extras.text_len = 6, extras.text_suffix = true, extras.text_lens = {6, 2};
+  extras.sinks = extras.return_lse = extras.lse_grad = true;
+  extras.softcap = 2.5, extras.qkv_format = "sbhd";
+  EXPECT_EQ(
+      extras.id(),
+      "equal_shards/W2/float32/S16-H4-B2-lse-full_bias-blind-grad_mask-suffix6-real6_2-sinks-cap2.5-grad_lse-sbhd");
+  extras = plain_case(2, "");
+  extras.mask = "key", extras.local_axis = "kv", extras.text_len = 3;
+  EXPECT_EQ(extras.id(), "equal_shards/W2/float32/S16-H4-B2-key_mask-local_kv-text3");
 }
 
 TEST(DoctorCases, ThePlainCaseHasHeadsThatItsRanksDivide) {
@@ -151,6 +173,21 @@ TEST(DoctorCases, FieldsThatMakeNoCaseAreNamed) {
       {[](Case& c) { c.batch = 0; }, "must be positive"},
       {[](Case& c) { c.num_documents = 0; }, "must be positive"},
       {[](Case& c) { c.num_kv_heads = 3; }, "num_heads=4 is no multiple of num_kv_heads=3"},
+      {[](Case& c) { c.softcap = -1; }, "must not be negative"},
+      {[](Case& c) { c.lse_grad = true; }, "lse_grad needs return_lse"},
+      {[](Case& c) { c.mask = "rows"; }, "mask=rows is none of key, key_4d, query, head, full"},
+      {[](Case& c) { c.blind_rows = true; }, "need a mask"},
+      {[](Case& c) { c.mask = "key", c.mask_grad = true; }, "mask_grad needs additive_mask"},
+      {[](Case& c) { c.mask = "key", c.local_axis = "q"; }, "local_axis=q is neither"},
+      {[](Case& c) { c.mask = "key", c.local_axis = "kv", c.text_len = 3; }, "no rank has such an axis"},
+      {[](Case& c) { c.mask = "key", c.local_axis = "kv", c.replicated_kv = true; }, "no rank has such an axis"},
+      {[](Case& c) { c.text_suffix = true; }, "need text_len"},
+      {[](Case& c) { c.text_len = 3, c.text_lens = {1}; }, "text_lens must be 2 numbers from 0 to 3"},
+      {[](Case& c) {
+         c.text_len = 3, c.text_lens = {1, 4};
+       },
+       "text_lens must be 2 numbers from 0 to 3"},
+      {[](Case& c) { c.text_len = 3, c.num_documents = 2; }, "which document"},
   };
   EXPECT_EQ(problem_of(plain_case(2, "")), "");
   for (const auto& [spoil, words] : faults) {
@@ -179,6 +216,70 @@ TEST(DoctorCases, FieldsBecomeOptionsOfTheSameName) {
   EXPECT_EQ(options.kv_role, "replicated");
   EXPECT_EQ(options.qkv_format, "bhsd");
   EXPECT_EQ(options.softmax_scale, std::optional(0.3));
+  EXPECT_EQ(options.policy.output_restore_dim, 2);
+  EXPECT_FALSE(options.layout.has_value() || options.softcap.has_value());
+  c = plain_case(2, "");
+  c.text_len = 6, c.text_suffix = true, c.text_lens = {6, 2}, c.softcap = 2, c.qkv_format = "sbhd";
+  const contract::AttentionOptions joint = options_of(c);
+  EXPECT_EQ(joint.joint_len, 6);
+  EXPECT_EQ(joint.joint_position, "suffix");
+  EXPECT_EQ(joint.joint_valid_lens, (std::vector<int64_t>{6, 2}));
+  EXPECT_EQ(joint.softcap, std::optional(2.0));
+  EXPECT_EQ(joint.policy.output_restore_dim, 0);
+}
+
+// Where a size has two readings on any rank, every rank must be told; where it has one, nobody is.
+TEST(DoctorCases, AMasksAxesAreNamedWhereTheirSizesLeaveAChoice) {
+  struct Row {
+    void (*change)(Case&);
+    std::string q, kv;
+    bool ambiguous;
+  };
+  const std::vector<Row> rows = {
+      {[](Case&) {}, "", "", false},
+      {[](Case& c) { c.mask = "key"; }, "broadcast", "global", false},
+      {[](Case& c) { c.mask = "query"; }, "global", "global", false},
+      {[](Case& c) { c.mask = "full", c.local_axis = "q"; }, "local", "global", false},
+      {[](Case& c) { c.mask = "head", c.local_axis = "kv"; }, "broadcast", "local", false},
+      {[](Case& c) { c.mask = "key", c.batch = 8; }, "broadcast", "global", true},  // [8, 16]: 8 queries, or sequences
+      {[](Case& c) { c.mask = "key", c.batch = 16; }, "broadcast", "global", true},
+      {[](Case& c) { c.mask = "key_4d", c.batch = 16; }, "broadcast", "global", false},
+      {[](Case& c) {
+         c.mask = "key", set_shards(c, {5, 0});
+       },
+       "broadcast", "global", true},  // rank 0 has all keys
+      {[](Case& c) {
+         c.mask = "key_4d", set_shards(c, {4, 1});
+       },
+       "broadcast", "global", true},  // one row of rank 1
+      {[](Case& c) {
+         c.mask = "query", set_shards(c, {4, 1});
+       },
+       "global", "global", false},
+      {[](Case& c) {
+         c.mask = "query", c.local_axis = "q", set_shards(c, {4, 1});
+       },
+       "local", "global", true},
+      {[](Case& c) {
+         c.mask = "key", c.text_len = 3, set_shards(c, {5, 0});
+       },
+       "broadcast", "global", false},
+      {[](Case& c) {
+         c.mask = "query", c.replicated_kv = true, c.kv_lengths = {5, 0};
+       },
+       "global", "global", false},
+  };
+  for (const Row& row : rows) {
+    Case c = plain_case(2, "");
+    row.change(c);
+    SCOPED_TRACE(c.id());
+    ASSERT_EQ(problem_of(c), "");
+    const MaskWords words = mask_words(c);
+    EXPECT_EQ(words.q + " " + words.kv, row.q + " " + row.kv);
+    EXPECT_EQ(words.ambiguous, row.ambiguous);
+    EXPECT_EQ(options_of(c).mask_q, row.ambiguous ? row.q : "");
+    EXPECT_EQ(options_of(c).mask_kv, row.ambiguous ? row.kv : "");
+  }
 }
 
 TEST(DoctorCases, ALayoutIsPassedOnlyWhereShardsAreNotAllEqual) {
@@ -201,13 +302,16 @@ TEST(DoctorCases, ALayoutIsPassedOnlyWhereShardsAreNotAllEqual) {
   EXPECT_EQ(q->lengths, (std::vector<int64_t>{8, 8}));
   EXPECT_EQ(kv->lengths, (std::vector<int64_t>{5, 5}));
   EXPECT_TRUE(layouts([](Case& c) { c.order = "head_tail"; }).first.has_value());
+  // Replicated keys have no shards.
+  const auto [even, none] = layouts([](Case& c) { c.replicated_kv = true, c.kv_lengths = {5, 5}; });
+  EXPECT_FALSE(even.has_value() || none.has_value());
+  const auto [uneven_q, no_keys] = layouts([](Case& c) { set_shards(c, {9, 7}), c.replicated_kv = true; });
+  EXPECT_TRUE(uneven_q.has_value() && !no_keys.has_value());
 }
 
 TEST(DoctorCases, WhatTheOperationHasNoArgumentForIsRequestedByName) {
   const std::vector<std::pair<void (*)(Case&), Feature>> asked = {
       {[](Case& c) { c.window = 3; }, Feature::kWindow},
-      {[](Case& c) { c.masked_keys = 5; }, Feature::kAttnMask},
-      {[](Case& c) { c.text_len = 6; }, Feature::kJointTokens},
       {[](Case& c) { c.num_documents = 2; }, Feature::kPackedSequences},
       {[](Case& c) { c.dropout_p = 0.5; }, Feature::kDropout},
       {[](Case& c) { c.ulysses_degree = 2; }, Feature::kHybridDegree},

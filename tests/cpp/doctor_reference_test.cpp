@@ -1,6 +1,7 @@
 // What everything is measured against: an independent float64 attention, and closed forms.
 #include <gtest/gtest.h>
 
+#include "masked_attention.h"
 #include "reference_attention.h"
 #include "ulysses/doctor/cases.h"
 #include "ulysses/doctor/reference.h"
@@ -93,9 +94,11 @@ TEST(DoctorReference, DocumentsDoNotSeeEachOther) {
 
 TEST(DoctorReference, AKeyMaskHidesTheTailOfTheFirstHalfOfTheBatch) {
   Case c = whole(6, 6);
-  c.masked_keys = 3;
+  c.mask = "key";
   expect_rows(mean_numbers(c)[0], {1, 1, 1, 1, 1, 1});
   expect_rows(mean_numbers(c)[1], {2.5, 2.5, 2.5, 2.5, 2.5, 2.5});
+  c.mask = "key_4d", c.is_causal = true;
+  expect_rows(mean_numbers(c)[0], {0, 0.5, 1, 1, 1, 1});
 }
 
 TEST(DoctorReference, JointTextIsSeenByAllAndCountsOnce) {
@@ -104,6 +107,87 @@ TEST(DoctorReference, JointTextIsSeenByAllAndCountsOnce) {
   expect_rows(mean_numbers(c)[0], {1, 1, 1, 1});  // (0 + 1 + 2 + 3) / 6
   c.is_causal = true;
   expect_rows(mean_numbers(c)[0], {0, 1.0 / 4, 3.0 / 5, 1});
+  c.text_suffix = true;  // behind the sequence: no query of it sees the text
+  expect_rows(mean_numbers(c)[0], {0, 0.5, 1, 1.5});
+}
+
+TEST(DoctorReference, JointTokensBehindTheirEndAreSeenByNobodyAndSeeNothing) {
+  Case c = whole(4, 4);
+  c.text_len = 3, c.text_lens = {1, 0};
+  expect_rows(mean_numbers(c)[0], {6.0 / 5, 6.0 / 5, 6.0 / 5, 6.0 / 5});
+  expect_rows(mean_numbers(c)[1], {1.5, 1.5, 1.5, 1.5});
+  c.backward = c.return_lse = c.lse_grad = c.sinks = true;
+  const Reference got = attention_reference(make_question(c));
+  EXPECT_EQ(max_abs(got.text_out[0].narrow(0, 1, 2)), 0.0);
+  EXPECT_EQ(max_abs(got.text_out[1]), 0.0);
+  EXPECT_GT(max_abs(got.text_out[0][0]), 0.1);
+  EXPECT_TRUE(got.text_lse[1].isneginf().all().item<bool>());
+  for (const at::Tensor& grad : {got.text_dq, got.text_dk, got.text_dv}) {
+    EXPECT_EQ(max_abs(grad[0].narrow(0, 1, 2)) + max_abs(grad[1]), 0.0);
+    EXPECT_GT(max_abs(grad[0][0]), 1e-3);
+  }
+}
+
+// Text beside the sequence is one sequence: the same numbers as without text for the longer one.
+TEST(DoctorReference, AJoinedSequenceIsOneSequence) {
+  for (const bool suffix : {false, true}) {
+    Case c = whole(5, 5);
+    c.text_len = 3, c.text_suffix = suffix;
+    c.is_causal = c.backward = c.return_lse = c.lse_grad = true;
+    c.num_kv_heads = 2, c.mask = "full";
+    const Question question = make_question(c);
+    Question one = make_question(whole(8, 8));
+    one.c.num_kv_heads = 2;
+    one.c.is_causal = one.c.backward = one.c.return_lse = one.c.lse_grad = true;
+    one.mask = question.mask;
+    const auto join = [&](const at::Tensor& text, const at::Tensor& x, int64_t dim) {
+      return suffix ? at::cat({x, text}, dim) : at::cat({text, x}, dim);
+    };
+    one.q = join(question.text_q, question.q, 1);
+    one.k = join(question.text_k, question.k, 1);
+    one.v = join(question.text_v, question.v, 1);
+    one.grad_out = join(question.text_grad_out, question.grad_out, 1);
+    one.grad_lse = join(question.text_grad_lse, question.grad_lse, 2);
+    const Reference got = attention_reference(question), wanted = attention_reference(one);
+    expect_close("out", join(got.text_out, got.out, 1), wanted.out, 1e-12);
+    expect_close("lse", join(got.text_lse, got.lse, 2), wanted.lse, 1e-12);
+    expect_close("dq", join(got.text_dq, got.dq, 1), wanted.dq, 1e-12);
+    expect_close("dk", join(got.text_dk, got.dk, 1), wanted.dk, 1e-12);
+    expect_close("dv", join(got.text_dv, got.dv, 1), wanted.dv, 1e-12);
+  }
+}
+
+TEST(DoctorReference, MasksSinksSoftcapAndLseGradientsAreThoseOfAnotherFloat64) {
+  for (const char* mask : {"", "key", "query", "head", "full"}) {
+    for (const bool additive : {false, true}) {
+      if (additive && *mask == 0) continue;
+      Case c = whole(7, 9);
+      c.dtype = "float64", c.backward = c.return_lse = c.lse_grad = true;
+      c.num_heads = 4, c.num_kv_heads = 2, c.sinks = true, c.softcap = 1.5;
+      c.mask = mask, c.additive_mask = additive, c.blind_rows = *mask != 0;
+      ASSERT_EQ(problem_of(c), "");
+      SCOPED_TRACE(c.id());
+      const Question question = make_question(c);
+      AttentionCase shape;
+      shape.batch = c.batch, shape.q_len = 7, shape.kv_len = 9, shape.heads = 4, shape.kv_heads = 2;
+      shape.head_dim = shape.v_head_dim = 16, shape.softmax_scale = 0.25;
+      MaskedInputs in{{question.q, question.k, question.v, question.grad_out},
+                      question.mask,
+                      question.sinks,
+                      question.grad_lse,
+                      c.softcap};
+      if (in.mask.defined() && in.mask.dim() == 2) in.mask = in.mask.unsqueeze(1).unsqueeze(1);
+      const MaskedResult wanted = reference_masked_attention(in, shape);
+      const Reference got = attention_reference(question);
+      expect_close("out", got.out, wanted.plain.out, 1e-12);
+      expect_close("lse", got.lse, wanted.plain.lse, 1e-12);
+      expect_close("dq", got.dq, wanted.plain.dq, 1e-12);
+      expect_close("dk", got.dk, wanted.plain.dk, 1e-12);
+      expect_close("dv", got.dv, wanted.plain.dv, 1e-12);
+      expect_close("dsinks", got.dsinks, wanted.dsinks, 1e-12);
+      if (additive) expect_close("dmask", got.dmask.view_as(wanted.dmask), wanted.dmask, 1e-12);
+    }
+  }
 }
 
 TEST(DoctorReference, ARowThatSeesNothingIsZeroWithAnLseOfMinusInfinityAndFiniteGradients) {

@@ -94,8 +94,8 @@ def test_a_dumped_report_loads_as_it_was_in_one_line_per_case(tmp_path: pathlib.
 
 def test_another_schema_version_is_refused_with_the_known_one(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({"schema_version": 2, "new": []}))
-    with pytest.raises(ValueError, match=r"schema_version=2, but only version 1 is known"):
+    path.write_text(json.dumps({"schema_version": 3, "new": []}))
+    with pytest.raises(ValueError, match=r"schema_version=3, but only version 2 is known"):
         schema.load(path)
 
 

@@ -35,7 +35,8 @@ def call(rank: int, group: Any, target: str, options: dict[str, Any]) -> Numbers
     q, k, v, grad_out = (x.chunk(WORLD, dim=1)[rank].clone() for x in tensors(SEQ_LEN, seed=1))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.manual_seed(rank)
-    out = _attention[target](*leaves, group, **options)
+    result = _attention[target](*leaves, group, **options)
+    out = result[0] if "joint" in options else result
     dq, dk, dv = torch.autograd.grad(out, leaves, grad_out)
     sums = {"go_out": (grad_out * out).sum().detach(), "dv_v": (dv * v).sum().detach()}
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv, **sums}

@@ -34,7 +34,8 @@ def on_device(target: Target, device: torch.device) -> Target:
         return None if x is None else x.to(device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
-        call = SimpleNamespace(case=call.case, mask=there(call.mask), text=[there(x) for x in call.text])
+        text = [there(x) for x in call.text]
+        call = SimpleNamespace(case=call.case, mask=there(call.mask), sinks=there(call.sinks), text=text)
         return target(q.to(device), k.to(device), v.to(device), group, call)
 
     return attend

@@ -13,9 +13,12 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _UNIONS = (Union, types.UnionType)  # `X | None` is the one or the other, depending on the Python version
 
+Tensor = Literal[
+    "", "out", "lse", "dq", "dk", "dv", "joint_out", "joint_lse", "joint_dq", "joint_dk", "joint_dv", "dmask", "dsinks"
+]
 Verdict = Literal["ok", "refused", "wrong", "crashed", "hung", "one_rank_only", "unclear_message"]
 # One text per verdict, for the document and the legends.
 VERDICTS: dict[str, str] = {
@@ -42,7 +45,7 @@ class Case(TypedDict):
     verdict: Annotated[Verdict, "see below"]
     error: Annotated[float | None, "largest absolute error against float64; null: nothing to compare, or not finite"]
     allowed: Annotated[float | None, "the bound that error is held against"]
-    tensor: Annotated[Literal["", "out", "lse", "dq", "dk", "dv"], "the tensor with that error"]
+    tensor: Annotated[Tensor, "the tensor with that error; joint_…: of the joint tokens"]
     message: Annotated[str, "empty only for ok: the refusal's text, what is off, or what happened"]
     tokens: Annotated[str, "global tokens that are wrong, as in 8-31; empty: none"]
     heads: Annotated[str, "heads that are wrong"]

@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 
 from ulysses_attention import _C
+from ulysses_attention._request import SEQUENCE_DIMS
 from ulysses_attention.attention import ulysses_attention
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy
 from ulysses_attention.processor import UlyssesAttentionProcessor, backends, register_backend, unregister_backend
+from ulysses_attention.tokens import JointTokens, MaskLayout
 
 __all__ = ["Target", "TargetError", "as_target", "check_target", "strategies_of"]
 
-#: (q, k, v, group, call) → out or (out, lse): what a rank calls, whatever the target is.
+#: (q, k, v, group, call) → out or (out, lse): what a rank calls, whatever the target is. With joint tokens out and lse
+#: are pairs: (of the sequence, of the joint tokens).
 Target = Callable[..., Any]
 
 PEER = "peer:"
@@ -43,29 +46,34 @@ def layouts_of(case: Any) -> dict[str, SequenceLayout]:
     lengths, padded, kv_lengths = list(case.lengths), list(case.padded_lengths), list(case.kv_lengths)
     if case.order != "contiguous":
         return {"layout": SequenceLayout(sum(lengths), case.cp_size, order=case.order)}
-    even = lengths == padded == kv_lengths and len(set(lengths)) == 1
-    if even or case.replicated_kv:
+    if case.has_even_shards:
         return {}
     layout = SequenceLayout.from_lengths(lengths) if lengths == padded else SequenceLayout(sum(lengths), case.cp_size)
     layouts = {"layout": layout}
-    if kv_lengths != lengths:
+    if kv_lengths != lengths and not case.replicated_kv:
         layouts["kv_layout"] = SequenceLayout.from_lengths(kv_lengths)
     return layouts
 
 
 def keywords_of(call: Any) -> dict[str, Any]:
-    """The keywords of ulysses_attention that a call asks for: only those that differ from the default."""
+    """The keywords that a call asks a function for, as plain values: only those that differ from the default."""
     case = call.case
     ends = torch.arange(case.num_documents + 1, dtype=torch.int32) * (sum(case.lengths) // case.num_documents)
+    q_axis, kv_axis, _ = case.mask_words
     asked = {
         "strategy": (case.strategy, case.strategy != ""),
         "is_causal": (True, case.is_causal),
         "causal_alignment": ("bottom_right", case.bottom_right),
         "softmax_scale": (case.softmax_scale, case.softmax_scale != 0),
+        "softcap": (case.softcap, case.softcap != 0),
+        "sinks": (call.sinks, case.sinks),
         "return_lse": (True, case.return_lse),
         "window": ((case.window, 0), case.window != 0),
-        "attn_mask": (call.mask, call.mask is not None),
+        "attn_mask": (call.mask, case.mask != ""),
+        "mask_layout": ((q_axis, kv_axis), case.local_axis != ""),
         "joint": (tuple(call.text), case.text_len != 0),
+        "joint_position": ("suffix", case.text_suffix),
+        "joint_valid_lens": (tuple(case.text_lens), len(case.text_lens) > 0),
         "cu_seqlens_q": (ends, case.num_documents != 1),
         "cu_seqlens_kv": (ends, case.num_documents != 1),
         "dropout_p": (case.dropout_p, case.dropout_p != 0),
@@ -76,11 +84,27 @@ def keywords_of(call: Any) -> dict[str, Any]:
     return {name: value for name, (value, is_asked) in asked.items() if is_asked} | layouts_of(case)
 
 
-def _through_operation(backend_name: str) -> Target:
-    policy = UlyssesContextParallelPolicy(backend_name=backend_name)
+def operation_keywords(call: Any) -> dict[str, Any]:
+    """The same for ulysses_attention, which takes joint tokens and the meaning of a mask's axes as objects. It is told
+    the axes only where their sizes leave it a choice."""
+    case, keywords = call.case, keywords_of(call)
+    for name in ("mask_layout", "joint_position", "joint_valid_lens"):
+        keywords.pop(name, None)
+    q_axis, kv_axis, ambiguous = case.mask_words
+    if ambiguous:
+        keywords["mask_layout"] = MaskLayout(q_axis, kv_axis)
+    if case.text_len != 0:
+        q, k, v = call.text
+        position: Any = "suffix" if case.text_suffix else "prefix"
+        keywords["joint"] = JointTokens(q, k, v, position, list(case.text_lens) or None)
+    return keywords
 
+
+def _through_operation(backend_name: str) -> Target:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Any, call: Any) -> Any:
-        return ulysses_attention(q, k, v, group, policy=policy, agreement="always", **keywords_of(call))
+        dim = SEQUENCE_DIMS[call.case.qkv_format]
+        policy = UlyssesContextParallelPolicy(backend_name=backend_name, output_restore_dim=dim)
+        return ulysses_attention(q, k, v, group, policy=policy, agreement="always", **operation_keywords(call))
 
     return attend
 
@@ -205,7 +229,8 @@ def as_target(target: str | Callable[..., Any]) -> Target:
     as the function lives.
 
     target: a registered backend's name; "module:Class" or "path.py:Class", a subclass of UlyssesAttentionProcessor;
-            "module:function", (q, k, v, group, **options) → out or (out, lse); "peer:NAME"; or the class or function.
+            "module:function", (q, k, v, group, **options) → out or (out, lse), pairs of both with joint=; "peer:NAME";
+            or the class or function.
     Errors: TargetError.
     """
     if isinstance(target, str):

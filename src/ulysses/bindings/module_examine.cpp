@@ -8,8 +8,8 @@
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
+#include "ulysses/bindings/module_report.h"
 #include "ulysses/contract/capability.h"
-#include "ulysses/contract/checklist.h"
 #include "ulysses/doctor/examine.h"
 #include "ulysses/doctor/probes.h"
 
@@ -23,22 +23,9 @@ using doctor::Question;
 using doctor::RankAnswer;
 using doctor::RankCall;
 using doctor::Report;
-using processors::AttentionResult;
+using doctor::Returned;
 
 // ---- data: cases as dicts of the fields that are set, questions and answers as tuples
-
-py::dict fields_of(const Case& c) {
-  py::dict fields;
-  const Case defaults;
-  std::vector<py::object> usual;
-  doctor::for_each_field(defaults, [&](const char*, const auto& member) { usual.push_back(py::cast(member)); });
-  size_t index = 0;
-  doctor::for_each_field(c, [&](const char* name, const auto& member) {
-    const py::object value = py::cast(member);
-    if (!value.equal(usual[index++])) fields[name] = value;
-  });
-  return fields;
-}
 
 // Errors: CP012 for fields that make no case; TypeError for a value of another type.
 Case case_of(const py::dict& fields) {
@@ -65,69 +52,86 @@ Case case_of(const py::dict& fields) {
 
 using Tensors = std::vector<std::optional<at::Tensor>>;
 
-template <typename... Members>
-Tensors optional_tensors(const Members&... members) {
-  const auto one = [](const at::Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; };
-  return {one(members)...};
+std::optional<at::Tensor> given(const at::Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; }
+
+template <typename Data>
+Tensors pack_tensors(const Data& data) {
+  Tensors packed;
+  for (const at::Tensor* x : Data::tensors(data)) packed.push_back(given(*x));
+  return packed;
 }
 
-at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
+template <typename Data>
+void unpack_tensors(const py::object& packed, Data& data) {
+  const auto tensors = py::cast<Tensors>(packed);
+  size_t index = 0;
+  for (at::Tensor* x : Data::tensors(data)) *x = tensors.at(index++).value_or(at::Tensor());
+}
 
 py::tuple pack(const Question& q) {
-  return py::make_tuple(fields_of(q.c),
-                        optional_tensors(q.q, q.k, q.v, q.grad_out, q.mask, q.text_q, q.text_k, q.text_v), q.padding,
-                        q.count_bytes, q.hold_result, q.odd_rank);
+  return py::make_tuple(fields_of(q.c), pack_tensors(q), q.padding, q.count_bytes, q.hold_result, q.odd_rank);
 }
 
 Question unpack_question(const py::tuple& packed) {
-  const auto x = py::cast<Tensors>(packed[1]);
-  const auto at = [&](size_t i) { return or_undefined(x[i]); };
-  return {case_of(packed[0]),
-          at(0),
-          at(1),
-          at(2),
-          at(3),
-          at(4),
-          at(5),
-          at(6),
-          at(7),
-          py::cast<double>(packed[2]),
-          py::cast<bool>(packed[3]),
-          py::cast<bool>(packed[4]),
-          py::cast<int64_t>(packed[5])};
+  Question q;
+  q.c = case_of(packed[0]);
+  unpack_tensors(packed[1], q);
+  q.padding = py::cast<double>(packed[2]);
+  q.count_bytes = py::cast<bool>(packed[3]);
+  q.hold_result = py::cast<bool>(packed[4]);
+  q.odd_rank = py::cast<int64_t>(packed[5]);
+  return q;
 }
 
 py::tuple pack_answer(const RankAnswer& a) {
-  return py::make_tuple(static_cast<int64_t>(a.outcome), a.message, optional_tensors(a.out, a.lse, a.dq, a.dk, a.dv),
-                        a.violation, a.collectives, a.bytes_sent);
+  return py::make_tuple(static_cast<int64_t>(a.outcome), a.message, pack_tensors(a), a.violation, a.collectives,
+                        a.bytes_sent);
 }
 
 RankAnswer unpack_answer(const py::tuple& packed) {
-  const auto x = py::cast<Tensors>(packed[2]);
-  const auto at = [&](size_t i) { return or_undefined(x[i]); };
-  return {static_cast<Outcome>(py::cast<int64_t>(packed[0])),
-          py::cast<std::string>(packed[1]),
-          at(0),
-          at(1),
-          at(2),
-          at(3),
-          at(4),
-          py::cast<std::string>(packed[3]),
-          py::cast<int64_t>(packed[4]),
-          py::cast<int64_t>(packed[5])};
+  RankAnswer a;
+  a.outcome = static_cast<Outcome>(py::cast<int64_t>(packed[0]));
+  a.message = py::cast<std::string>(packed[1]);
+  unpack_tensors(packed[2], a);
+  a.violation = py::cast<std::string>(packed[3]);
+  a.collectives = py::cast<int64_t>(packed[4]);
+  a.bytes_sent = py::cast<int64_t>(packed[5]);
+  return a;
 }
 
-// ---- a Python function (q, k, v, group, call) -> out or (out, lse) as a target
+// ---- a Python function (q, k, v, group, call) -> out or (out, lse) as a target; with joint tokens out and lse are
+// pairs
 
-AttentionResult result_of(const py::object& returned) {
+std::string type_name(const py::handle& object) { return py::str(py::type::of(object).attr("__name__")); }
+
+bool is_tensor(const py::handle& object) { return THPVariable_Check(object.ptr()); }
+
+// (tensor, tensor) of what is one.
+std::optional<std::pair<at::Tensor, at::Tensor>> pair_of(const py::object& object) {
+  if (!py::isinstance<py::tuple>(object) || py::len(object) != 2) return std::nullopt;
+  const auto pair = py::cast<py::tuple>(object);
+  if (!is_tensor(pair[0]) || !is_tensor(pair[1])) return std::nullopt;
+  return std::pair(py::cast<at::Tensor>(pair[0]), py::cast<at::Tensor>(pair[1]));
+}
+
+Returned with_text(const py::object& returned, bool return_lse) {
+  if (!return_lse)
+    if (const auto outs = pair_of(returned)) return Returned({outs->first, {}}, outs->second);
   if (py::isinstance<py::tuple>(returned) && py::len(returned) == 2) {
     const auto pair = py::cast<py::tuple>(returned);
-    if (THPVariable_Check(pair[0].ptr()) && THPVariable_Check(pair[1].ptr()))
-      return {py::cast<at::Tensor>(pair[0]), py::cast<at::Tensor>(pair[1])};
+    const auto outs = pair_of(pair[0]), lses = pair_of(pair[1]);
+    if (outs && lses) return Returned({outs->first, lses->first}, outs->second, lses->second);
   }
-  if (THPVariable_Check(returned.ptr())) return {py::cast<at::Tensor>(returned), {}};
-  throw py::type_error("the call returned " + std::string(py::str(py::type::of(returned).attr("__name__"))) +
-                       " instead of a tensor like q, or (out, lse)");
+  if (is_tensor(returned)) return Returned({py::cast<at::Tensor>(returned), {}});  // the doctor says what is missing
+  throw py::type_error("with joint tokens the call returned " + type_name(returned) +
+                       " instead of (out, joint_out), or ((out, joint_out), (lse, joint_lse))");
+}
+
+Returned result_of(const py::object& returned, const Case& c) {
+  if (c.text_len > 0) return with_text(returned, c.return_lse);
+  if (const auto pair = pair_of(returned)) return Returned({pair->first, pair->second});
+  if (is_tensor(returned)) return Returned({py::cast<at::Tensor>(returned), {}});
+  throw py::type_error("the call returned " + type_name(returned) + " instead of a tensor like q, or (out, lse)");
 }
 
 doctor::Target python_target(const py::function& function) {
@@ -136,10 +140,10 @@ doctor::Target python_target(const py::function& function) {
     const py::gil_scoped_acquire gil;
     delete held;
   });
-  return [shared](const RankCall& call, const exchange::Group& group) {
+  return [shared](const RankCall& call, const exchange::Group& group) -> Returned {
     const py::gil_scoped_acquire gil;
     try {
-      return result_of((*shared)(call.q, call.k, call.v, group.process_group(), call));
+      return result_of((*shared)(call.q, call.k, call.v, group.process_group(), call), call.c);
     } catch (py::error_already_set& error) {  // must not outlive the lock
       const py::object type = error.type(), value = error.value();
       throw std::runtime_error(
@@ -169,85 +173,6 @@ class InterruptibleRanks final : public doctor::ThreadRanks {
   }
 };
 
-// ---- the report as the JSON-able dict that docs/doctor-report.md describes
-
-py::object index_or_none(int64_t index) {
-  return index == doctor::kNoFinding ? py::object(py::none()) : py::cast(index);
-}
-py::object number_or_none(double number) { return number < 0 ? py::object(py::none()) : py::cast(number); }
-
-py::dict dict_of(const doctor::CaseResult& result) {
-  const auto& [c, verdict, finding] = result;
-  py::dict entry;
-  entry["id"] = c.id();
-  entry["feature"] = c.feature;
-  entry["strategy"] = c.strategy;
-  entry["cp_size"] = c.cp_size;
-  entry["dtype"] = c.dtype;
-  entry["backward"] = c.backward;
-  entry["verdict"] = to_string(verdict.kind);
-  entry["error"] = number_or_none(verdict.error);
-  entry["allowed"] = number_or_none(verdict.allowed);
-  entry["tensor"] = verdict.tensor;
-  entry["message"] = verdict.message;
-  entry["tokens"] = verdict.tokens;
-  entry["heads"] = verdict.heads;
-  entry["ranks"] = verdict.ranks;
-  entry["finding"] = index_or_none(finding);
-  entry["fields"] = fields_of(c);
-  return entry;
-}
-
-py::dict dict_of(const doctor::ProbeResult& result) {
-  py::dict entry;
-  entry["name"] = result.name;
-  entry["strategy"] = result.strategy;
-  entry["cp_size"] = result.cp_size;
-  entry["verdict"] = to_string(result.verdict);
-  entry["detail"] = result.detail;
-  entry["finding"] = index_or_none(result.finding);
-  return entry;
-}
-
-py::dict dict_of(const doctor::Finding& finding) {
-  py::dict entry;
-  entry["kind"] = finding.kind;
-  entry["sentence"] = finding.sentence;
-  entry["point"] = contract::checklist_text(finding.checklist_point());
-  entry["anchor"] = finding.anchor();
-  entry["cases"] = finding.cases;
-  return entry;
-}
-
-py::dict dict_of(const doctor::ReachPicture& picture) {
-  py::dict entry;
-  entry["title"] = picture.title;
-  entry["strategy"] = picture.c.strategy;
-  entry["cp_size"] = picture.c.cp_size;
-  entry["query_shards"] = picture.c.lengths;
-  entry["key_shards"] = picture.c.kv_lengths;
-  entry["weights"] = py::cast(picture.measured).attr("tolist")();
-  entry["expected"] = py::cast(picture.expected).attr("tolist")();
-  return entry;
-}
-
-template <typename Items>
-py::list list_of(const Items& items) {
-  py::list list;
-  for (const auto& item : items) list.append(dict_of(item));
-  return list;
-}
-
-py::dict dict_of(const Report& report) {
-  py::dict entry;
-  entry["cases"] = list_of(report.cases);
-  entry["probes"] = list_of(report.probes);
-  entry["findings"] = list_of(report.findings);
-  entry["pictures"] = list_of(report.pictures);
-  entry["exit_status"] = report.passed() ? 0 : 1;
-  return entry;
-}
-
 py::dict examine(doctor::Ranks& ranks, doctor::CaseSelection selection, bool probes,
                  const std::optional<py::function>& on_case) {
   doctor::ExamineOptions options;
@@ -270,6 +195,12 @@ py::dict examine(doctor::Ranks& ranks, doctor::CaseSelection selection, bool pro
 void bind_data(py::module_& module) {
   py::class_<Case> case_class(module, "Case", "One call of a context-parallel attention, as data.");
   case_class.def(py::init(&case_of)).def("id", &Case::id).def("fields", &fields_of);
+  case_class.def_property_readonly("has_even_shards", &Case::has_even_shards);
+  // (q, kv) as MaskLayout names them, and whether a call must be told.
+  case_class.def_property_readonly("mask_words", [](const Case& c) {
+    const doctor::MaskWords words = doctor::mask_words(c);
+    return py::make_tuple(words.q, words.kv, words.ambiguous);
+  });
   case_class.def(py::pickle([](const Case& c) { return py::make_tuple(fields_of(c)); },
                             [](const py::tuple& packed) { return case_of(packed[0]); }));
   Case example;
@@ -304,9 +235,11 @@ void bind_data(py::module_& module) {
       .def(py::pickle(&pack_answer, &unpack_answer));
   py::class_<RankCall>(module, "RankCall", "What a target is told beside q, k and v.")
       .def_property_readonly("case", [](const RankCall& call) { return call.c; })
-      .def_property_readonly("mask", [](const RankCall& call) { return optional_tensors(call.mask)[0]; })
-      .def_property_readonly(
-          "text", [](const RankCall& call) { return optional_tensors(call.text_q, call.text_k, call.text_v); });
+      .def_property_readonly("mask", [](const RankCall& call) { return given(call.mask); })
+      .def_property_readonly("sinks", [](const RankCall& call) { return given(call.sinks); })
+      .def_property_readonly("text", [](const RankCall& call) {
+        return Tensors{given(call.text_q), given(call.text_k), given(call.text_v)};
+      });
 }
 
 void bind_ranks(py::module_& module) {

@@ -30,12 +30,25 @@ struct Case {
   bool sum_loss = false;        // the gradient of .sum(): ones, all of them one number in memory
   bool strided = false;         // the shards are views of [B, H, S, D] storage
   double magnitude = 1;         // q is this many times larger: scores far from 0
-  int64_t masked_keys = 0;      // key padding mask: the last tokens of every other sequence of the batch are hidden
   int64_t window = 0;           // a query sees this many keys to its left; 0: all
-  int64_t text_len = 0;         // joint tokens in front, equal on every rank
-  int64_t num_documents = 1;    // packed sequences of equal length
+
+  // "key" [B, S_kv], "key_4d" [B, 1, 1, S_kv], "query" [1, 1, S, S_kv], "head" [1, H, 1, S_kv], "full" [B, H, S, S_kv];
+  // "": no mask. S and S_kv count joint tokens.
+  std::string mask;
+  bool additive_mask = false;  // random numbers on the scaled scores, −inf where a bool mask would be false
+  bool mask_grad = false;      // and they require a gradient
+  bool blind_rows = false;     // some queries see no key at all
+  std::string local_axis;  // "q" or "kv": each rank gets its own rows of this axis; "": the mask is whole everywhere
+
+  int64_t text_len = 0;            // joint tokens, equal on every rank
+  bool text_suffix = false;        // behind the sequence instead of in front of it
+  std::vector<int64_t> text_lens;  // real ones of each sequence of the batch; empty: all of them
+  int64_t num_documents = 1;       // packed sequences of equal length
   double dropout_p = 0;
-  bool replicated_kv = false;
+  bool replicated_kv = false;  // k and v whole on every rank
+  bool sinks = false;          // one more logit per head
+  double softcap = 0;          // softcap · tanh(scores / softcap); 0: not given
+  bool lse_grad = false;       // the loss depends on lse too
   std::string qkv_format = "bshd";
   std::string order = "contiguous";
   int64_t ulysses_degree = 0;  // 0: not given
@@ -46,8 +59,11 @@ struct Case {
   int64_t kv_token_begin(int64_t rank) const;  // of the rank's keys
   int64_t rank_of_query(int64_t token) const;  // the rank that holds it
   double scale() const;                        // the softmax scale that is asked for
-  bool has_even_shards() const;                // all shards of one length, nothing padded, q as k and v
+  bool has_even_shards() const;  // all shards of one length, nothing padded, q as k and v where these are shards
   bool is_padded() const { return padded_lengths != lengths; }
+  bool mask_has_query_axis() const { return mask == "query" || mask == "full"; }
+  // Options beyond shapes, heads and causality: what closed forms over plain attention do not foresee.
+  bool has_extras() const { return !mask.empty() || text_len > 0 || replicated_kv || sinks || softcap != 0; }
 
   // "uneven_shards/ulysses/W4/float32/S30-H6:2-causal": unique within the table, for --cases globs.
   std::string id() const;
@@ -78,16 +94,28 @@ void for_each_field(AnyCase& c, Visit&& visit) {
   visit("sum_loss", c.sum_loss);
   visit("strided", c.strided);
   visit("magnitude", c.magnitude);
-  visit("masked_keys", c.masked_keys);
   visit("window", c.window);
+  visit("mask", c.mask);
+  visit("additive_mask", c.additive_mask);
+  visit("mask_grad", c.mask_grad);
+  visit("blind_rows", c.blind_rows);
+  visit("local_axis", c.local_axis);
   visit("text_len", c.text_len);
+  visit("text_suffix", c.text_suffix);
+  visit("text_lens", c.text_lens);
   visit("num_documents", c.num_documents);
   visit("dropout_p", c.dropout_p);
   visit("replicated_kv", c.replicated_kv);
+  visit("sinks", c.sinks);
+  visit("softcap", c.softcap);
+  visit("lse_grad", c.lse_grad);
   visit("qkv_format", c.qkv_format);
   visit("order", c.order);
   visit("ulysses_degree", c.ulysses_degree);
 }
+
+// The part of an id that names mask, text, replicated keys, sinks, softcap, lse gradient and format: "-key_mask-sinks".
+std::string extras_text(const Case& c);
 
 // The same case without gradients.
 Case forward_only(Case c);
@@ -96,10 +124,25 @@ Case forward_only(Case c);
 void set_shards(Case& c, int64_t per_rank);
 void set_shards(Case& c, std::vector<int64_t> lengths);
 
+// Without a mask, or without joint tokens: the fields that describe them as in a plain case.
+void clear_mask(Case& c);
+void clear_text(Case& c);
+// One sequence, or the first `batch` of them.
+void set_batch(Case& c, int64_t batch);
+
+// What a mask's axes stand for, in the words of MaskLayout. `ambiguous`: on some rank the sizes allow another reading,
+// so that our own call must be told; the same on every rank.
+struct MaskWords {
+  std::string q, kv;
+  bool ambiguous = false;
+};
+MaskWords mask_words(const Case& c);
+
 // Why the fields make no case, empty if they do: sizes that are not positive, lengths that don't fit cp_size.
 std::string problem_of(const Case& c);
 
-// The options of our own operation that this case asks for; the layout only where shards are not all equal.
+// The options of our own operation that this case asks for, apart from tensors; the layout only where shards are not
+// all equal.
 contract::AttentionOptions options_of(const Case& c);
 
 }  // namespace ulysses::doctor

@@ -133,7 +133,7 @@ Finding refine_local(Examiner& examiner, const Case& c, Finding finding) {
 }
 
 Diagnosis explain_keys(Examiner& examiner, const Case& c) {
-  if (c.is_causal || c.cp_size < 2 || c.window > 0 || c.num_documents > 1) return std::nullopt;
+  if (c.is_causal || c.cp_size < 2 || c.window > 0 || c.num_documents > 1 || c.has_extras()) return std::nullopt;
   const at::Tensor by_keys = influence(examiner, c, Changed::kKeys);
   for (int64_t qr = 0; qr < c.cp_size; ++qr)
     for (int64_t kr = 0; kr < c.cp_size; ++kr)

@@ -1,5 +1,7 @@
 #include "ulysses/doctor/duality.h"
 
+#include <ATen/ops/cat.h>
+
 #include <cmath>
 
 #include "ulysses/base/text.h"
@@ -16,9 +18,14 @@ std::string Duality::text() const {
 Duality duality_of(const Question& question, const Observation& seen) {
   Duality duality;
   if (!seen.dv.defined() || !seen.out.isfinite().all().item<bool>()) return duality;
-  const at::Tensor outputs = seen.out * question.grad_out.to(at::kDouble);
+  const auto products = [](const at::Tensor& x, const at::Tensor& y) { return (x * y.to(at::kDouble)).flatten(); };
+  at::Tensor outputs = products(seen.out, question.grad_out), values = products(seen.dv, question.v);
+  if (question.c.text_len > 0) {
+    outputs = at::cat({outputs, products(seen.text_out[0], question.text_grad_out)});
+    values = at::cat({values, products(seen.text_dv, question.text_v)});
+  }
   duality.complete = true;
-  duality.of_values = (seen.dv * question.v.to(at::kDouble)).sum().item<double>();
+  duality.of_values = values.sum().item<double>();
   duality.of_output = outputs.sum().item<double>();
   const double relative = question.c.dtype.ends_with("16") ? 2e-2 : 1e-4;
   duality.allowed = relative * outputs.abs().sum().item<double>();

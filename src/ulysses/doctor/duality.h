@@ -5,7 +5,7 @@
 namespace ulysses::doctor {
 
 // For a fixed forward, attention is linear in v: ⟨dv, v⟩ = ⟨grad_out, out⟩, whatever the weights are, dropout too.
-// Finds a backward that belongs to another forward without knowing the right values.
+// Joint tokens count on both sides. Finds a backward that belongs to another forward without knowing the right values.
 struct Duality {
   bool complete = false;  // both sides are known and finite
   double of_values = 0;   // ⟨dv, v⟩

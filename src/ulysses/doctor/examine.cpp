@@ -42,7 +42,7 @@ std::string variant_of(const Case& c) {
   if (c == plain_case(c.cp_size, c.strategy)) return kPlain;
   return base::cat(c.feature, "-", c.dtype, c.strided ? "-strided" : "", c.magnitude != 1 ? "-large" : "",
                    c.backward ? "" : "-forward", c.is_causal ? "-causal" : "", "-D", c.head_dim, "-", c.grad_of,
-                   c.sum_loss ? "-sum" : "");
+                   c.sum_loss ? "-sum" : "", extras_text(c));
 }
 
 // Findings of one signature are one finding: of one kind and, where the sentence is a message, of one message, numbers

@@ -9,13 +9,6 @@
 namespace ulysses::doctor {
 namespace {
 
-// An answer as 64-bit numbers, so that it travels over any group: outcome, counts, then per tensor its dtype, sizes
-// and elements as the bits of float64.
-template <typename Answer>
-auto tensors_of(Answer& answer) {
-  return std::vector{&answer.out, &answer.lse, &answer.dq, &answer.dk, &answer.dv};
-}
-
 int64_t bits(double value) {
   int64_t number = 0;
   std::memcpy(&number, &value, sizeof number);
@@ -28,9 +21,11 @@ double from_bits(int64_t number) {
   return value;
 }
 
+// An answer as 64-bit numbers, so that it travels over any group: outcome, counts, then per tensor its dtype, sizes
+// and elements as the bits of float64.
 std::vector<int64_t> pack(const RankAnswer& answer) {
   std::vector<int64_t> numbers = {static_cast<int64_t>(answer.outcome), answer.collectives, answer.bytes_sent};
-  for (const at::Tensor* tensor : tensors_of(answer)) {
+  for (const at::Tensor* tensor : RankAnswer::tensors(answer)) {
     numbers.push_back(tensor->defined() ? static_cast<int64_t>(tensor->scalar_type()) : -1);
     if (!tensor->defined()) continue;
     numbers.push_back(tensor->dim());
@@ -43,9 +38,14 @@ std::vector<int64_t> pack(const RankAnswer& answer) {
 }
 
 RankAnswer unpack(const std::vector<int64_t>& numbers, const std::string& message, const std::string& violation) {
-  RankAnswer answer{static_cast<Outcome>(numbers[0]), message, {}, {}, {}, {}, {}, violation, numbers[1], numbers[2]};
+  RankAnswer answer;
+  answer.outcome = static_cast<Outcome>(numbers[0]);
+  answer.message = message;
+  answer.violation = violation;
+  answer.collectives = numbers[1];
+  answer.bytes_sent = numbers[2];
   auto next = numbers.begin() + 3;
-  for (at::Tensor* tensor : tensors_of(answer)) {
+  for (at::Tensor* tensor : RankAnswer::tensors(answer)) {
     const int64_t dtype = *next++;
     if (dtype < 0) continue;
     const int64_t dim = *next++;

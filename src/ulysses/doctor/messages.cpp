@@ -24,12 +24,15 @@ Words asked_words(const Case& c) {
   add(c.softmax_scale != 0, {"scale"});
   add(c.return_lse, {"lse", "logsumexp"});
   add(c.window != 0, {"window"});
-  add(c.masked_keys != 0, {"mask"});
+  add(!c.mask.empty(), {"mask"});
+  add(c.sinks, {"sink"});
+  add(c.softcap != 0, {"softcap", "cap"});
+  add(c.lse_grad, {"gradient", "differentiable"});
   add(c.text_len != 0, {"joint", "text"});
   add(c.num_documents != 1, {"cu_seqlens", "packed", "varlen"});
   add(c.dropout_p != 0, {"dropout"});
   add(c.replicated_kv, {"replicated", "kv_role"});
-  add(c.qkv_format != "bshd", {"format", "bhsd"});
+  add(c.qkv_format != "bshd", {"format", "bhsd", "sbhd"});
   add(c.order != "contiguous", {"order", "head_tail"});
   add(c.ulysses_degree != 0, {"degree", "mesh"});
   add(c.dtype == "float64", {"float64", "double"});

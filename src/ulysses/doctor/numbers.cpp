@@ -120,7 +120,7 @@ Diagnosis explain_lse(Examiner& examiner, const Case& c) {
                        "instead of ", wanted[0][0][0][0].item<double>(), ", the natural logarithm"),
                    {}};
   // The lse of the rank's own keys alone.
-  bool local = c.cp_size > 1 && c.kv_lengths == c.lengths;
+  bool local = c.cp_size > 1 && c.kv_lengths == c.lengths && !c.has_extras();
   for (int64_t rank = 0; rank < c.cp_size && local; ++rank) {
     const auto r = static_cast<size_t>(rank);
     if (c.lengths[r] == 0) continue;

@@ -86,7 +86,7 @@ Finding describe(const Case& c, const Map& map) {
 
 Diagnosis explain_kv_heads(Examiner& examiner, const Case& c) {
   // Where every query head has a KV head of its own, a wrong one is a matter of order.
-  if (c.text_len > 0 || c.num_kv_heads == c.num_heads) return std::nullopt;
+  if (c.has_extras() || c.num_kv_heads == c.num_heads) return std::nullopt;
   const at::Tensor heads = at::arange(c.num_kv_heads).view({1, 1, -1, 1}).to(at::kFloat);
   const Observation seen =
       examiner.observe(uniform_question(c, heads.expand({c.batch, c.kv_seq_len(), c.num_kv_heads, c.value_head_dim})));
@@ -111,6 +111,7 @@ Diagnosis explain_kv_heads(Examiner& examiner, const Case& c) {
 }
 
 Diagnosis explain_order(Examiner& examiner, const Case& c) {
+  if (c.has_extras()) return std::nullopt;  // no query must then read its own token
   Question question = make_question(c);
   question.c.backward = false;
   const at::ScalarType dtype = question.q.scalar_type();
@@ -183,7 +184,7 @@ Diagnosis explain_batch_of_keys(Examiner& examiner, const Case& c) {
 }  // namespace
 
 Diagnosis explain_batch(Examiner& examiner, const Case& c) {
-  if (c.batch < 2 || c.text_len > 0) return std::nullopt;
+  if (c.batch < 2 || c.has_extras()) return std::nullopt;
   if (Diagnosis found = explain_batch_of_values(examiner, c)) return found;
   return explain_batch_of_keys(examiner, c);
 }

@@ -1,7 +1,9 @@
 #include "ulysses/doctor/rank_answer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <exception>
@@ -20,7 +22,7 @@ using processors::AttentionResult;
 
 // [B, S, H, D] in the case's format, or back: both swap the same two dimensions.
 at::Tensor formatted(const at::Tensor& x, const Case& c) {
-  return c.qkv_format == "bhsd" && x.defined() && x.dim() == 4 ? x.transpose(1, 2) : x;
+  return x.defined() && x.dim() == 4 ? x.transpose(1, contract::sequence_dim(c.qkv_format)) : x;
 }
 
 // The rank's own copy: the target may not see the other ranks' rows through the storage.
@@ -43,21 +45,63 @@ std::string text_of(const std::exception_ptr& error) {
 }
 
 // The rank's own copy too; one that is a single number in memory stays so.
-at::Tensor grad_of_out(const Question& question, const RankCall& call, const Group& group) {
-  const at::Tensor shard = formatted(query_shard(question.c, question.grad_out, group.rank(), /*padding=*/0), call.c);
+at::Tensor grad_of_out(const Question& question, const RankCall& call, int64_t rank) {
+  const at::Tensor shard = formatted(query_shard(question.c, question.grad_out, rank, /*padding=*/0), call.c);
   return question.c.sum_loss && !question.c.is_padded() ? shard : shard.clone();
 }
 
-void run_backward(const Question& question, const RankCall& call, const Group& group, RankAnswer& answer) {
-  if (!answer.out.defined() || !answer.out.requires_grad()) return;
-  const at::Tensor grad_out = grad_of_out(question, call, group).to(answer.out.options().requires_grad(false));
-  if (grad_out.sizes() != answer.out.sizes()) return;
-  const at::Tensor before = grad_out.clone();
-  torch::autograd::backward({answer.out}, {grad_out});
-  if (!at::equal(before, grad_out)) answer.violation = "the backward writes to the gradient that it is handed";
-  answer.dq = call.q.grad();
-  answer.dk = call.k.grad();
-  answer.dv = call.v.grad();
+// What of the text's gradient is this rank's: every cp_size-th token of `dim`, so that the ranks' sum is the whole.
+at::Tensor text_grad_share(const at::Tensor& grad, int64_t dim, const Case& c, int64_t rank) {
+  at::Tensor share = at::zeros_like(grad);
+  for (int64_t t = rank; t < c.text_len; t += c.cp_size) share.select(dim, t).copy_(grad.select(dim, t));
+  return share;
+}
+
+at::Tensor grad_of_lse(const Question& question, int64_t rank) {
+  const Case& c = question.c;
+  const auto r = static_cast<size_t>(rank);
+  const at::Tensor own = question.grad_lse.narrow(2, c.token_begin(rank), c.lengths[r]);
+  return at::constant_pad_nd(own, {0, c.padded_lengths[r] - c.lengths[r]});
+}
+
+// The results that carry a gradient, each with this rank's part of it.
+std::vector<std::pair<at::Tensor, at::Tensor>> losses_of(const Question& question, const RankCall& call, int64_t rank,
+                                                         const RankAnswer& answer) {
+  const Case& c = call.c;
+  std::vector<std::pair<at::Tensor, at::Tensor>> losses;
+  const auto add = [&](const at::Tensor& x, const auto& grad) {
+    if (!x.defined() || !x.requires_grad()) return;
+    const at::Tensor like_x = grad().to(x.options().requires_grad(false));
+    if (like_x.sizes() == x.sizes()) losses.emplace_back(x, like_x);
+  };
+  add(answer.out, [&] { return grad_of_out(question, call, rank); });
+  add(answer.text_out, [&] { return formatted(text_grad_share(question.text_grad_out, 1, c, rank), c); });
+  if (!c.lse_grad) return losses;
+  add(answer.lse, [&] { return grad_of_lse(question, rank); });
+  add(answer.text_lse, [&] { return text_grad_share(question.text_grad_lse, 2, c, rank); });
+  return losses;
+}
+
+void run_backward(const Question& question, const RankCall& call, int64_t rank, RankAnswer& answer) {
+  std::vector<at::Tensor> of, grads, before;
+  for (const auto& [x, grad] : losses_of(question, call, rank, answer)) {
+    of.push_back(x);
+    grads.push_back(grad);
+    before.push_back(grad.clone());
+  }
+  if (of.empty()) return;
+  torch::autograd::backward(of, grads);
+  for (size_t i = 0; i < grads.size(); ++i)
+    if (!at::equal(before[i], grads[i])) answer.violation = "the backward writes to the gradient that it is handed";
+  const auto grad = [](const at::Tensor& x) { return x.defined() ? x.grad() : at::Tensor(); };
+  answer.dq = grad(call.q);
+  answer.dk = grad(call.k);
+  answer.dv = grad(call.v);
+  answer.text_dq = grad(call.text_q);
+  answer.text_dk = grad(call.text_k);
+  answer.text_dv = grad(call.text_v);
+  answer.dmask = grad(call.mask);
+  answer.dsinks = grad(call.sinks);
 }
 
 void count(const transports::Recorder& recorder, RankAnswer& answer) {
@@ -84,9 +128,37 @@ std::string change_by_next_call(const RankCall& call, const Target& target, cons
 }
 
 void to_host(const Case& c, RankAnswer& answer) {
-  for (at::Tensor* tensor : {&answer.out, &answer.dq, &answer.dk, &answer.dv})
-    if (tensor->defined()) *tensor = formatted(tensor->detach().cpu().clone(), c);
-  if (answer.lse.defined()) answer.lse = answer.lse.detach().cpu();
+  for (at::Tensor* tensor : RankAnswer::tensors(answer))
+    if (tensor->defined()) *tensor = tensor->detach().cpu().clone();
+  for (at::Tensor* tensor : {&answer.out, &answer.dq, &answer.dk, &answer.dv, &answer.text_out, &answer.text_dq,
+                             &answer.text_dk, &answer.text_dv})
+    *tensor = formatted(*tensor, c);
+}
+
+// Our own operation takes the text beside the rank's rows and returns it there.
+Returned with_text_beside(const RankCall& call, const std::function<AttentionResult(const strategy::Qkv&)>& attend) {
+  const Case& c = call.c;
+  const int64_t dim = contract::sequence_dim(c.qkv_format);
+  const AttentionResult joined = attend({join_text(c, call.text_q, call.q, dim), join_text(c, call.text_k, call.k, dim),
+                                         join_text(c, call.text_v, call.v, dim)});
+  const TextAndRows out = part_text(c, joined.out, dim), lse = part_text(c, joined.lse, 2);
+  return Returned({out.rows, lse.rows}, out.text, lse.text);
+}
+
+RankCall call_of(const Question& question, const Case& mine, int64_t rank) {
+  const auto copy = [](const at::Tensor& x, bool trains) { return x.defined() ? x.clone().requires_grad_(trains) : x; };
+  RankCall call{mine, {}, {}, {}, {}, {}, {}, {}, {}};
+  call.q = leaf(query_shard(mine, question.q, rank, question.padding), mine, 'q');
+  call.k = leaf(kv_shard(mine, question.k, rank, question.padding), mine, 'k');
+  call.v = leaf(kv_shard(mine, question.v, rank, question.padding), mine, 'v');
+  if (mine.text_len > 0) {
+    call.text_q = leaf(question.text_q, mine, 'q');
+    call.text_k = leaf(question.text_k, mine, 'k');
+    call.text_v = leaf(question.text_v, mine, 'v');
+  }
+  call.mask = copy(mask_shard(mine, question.mask, rank), mine.backward && mine.mask_grad);
+  call.sinks = copy(question.sinks, mine.backward);
+  return call;
 }
 
 }  // namespace
@@ -95,13 +167,18 @@ Target registered_target(const std::string& backend_name) {
   return [backend_name](const RankCall& call, const Group& group) {
     contract::AttentionOptions options = options_of(call.c);
     options.policy.backend_name = backend_name;
-    return processors::ulysses_attention(call.q, call.k, call.v, group, options);
+    return with_text_beside(call, [&](const strategy::Qkv& x) {
+      return processors::ulysses_attention(x.q, x.k, x.v, group, options, {call.mask, call.sinks});
+    });
   };
 }
 
 Target processor_target(std::shared_ptr<processors::UlyssesAttentionProcessor> processor) {
   return [processor = std::move(processor)](const RankCall& call, const Group& group) {
-    return processor->forward(call.q, call.k, call.v, group, options_of(call.c));
+    return with_text_beside(call, [&](const strategy::Qkv& x) {
+      return processors::ulysses_attention(*processor, x.q, x.k, x.v, group, options_of(call.c),
+                                           {call.mask, call.sinks});
+    });
   };
 }
 
@@ -109,16 +186,12 @@ RankAnswer answer_on_rank(const Question& question, const Target& target, const 
   Case mine = question.c;
   if (group.rank() == question.odd_rank) mine.is_causal = !mine.is_causal;
   const at::AutoGradMode enabled(mine.backward);
-  const auto copy = [](const at::Tensor& x) { return x.defined() ? x.clone() : x; };
-  RankCall call{
-      mine, {}, {}, {}, copy(question.mask), copy(question.text_q), copy(question.text_k), copy(question.text_v)};
-  call.q = leaf(query_shard(mine, question.q, group.rank(), question.padding), mine, 'q');
-  call.k = leaf(kv_shard(mine, question.k, group.rank(), question.padding), mine, 'k');
-  call.v = leaf(kv_shard(mine, question.v, group.rank(), question.padding), mine, 'v');
+  const RankCall call = call_of(question, mine, group.rank());
   const std::vector<std::pair<const char*, at::Tensor>> inputs = {{"q", call.q},
                                                                   {"k", call.k},
                                                                   {"v", call.v},
                                                                   {"attn_mask", call.mask},
+                                                                  {"sinks", call.sinks},
                                                                   {"joint q", call.text_q},
                                                                   {"joint k", call.text_k},
                                                                   {"joint v", call.text_v}};
@@ -129,16 +202,19 @@ RankAnswer answer_on_rank(const Question& question, const Target& target, const 
 
   RankAnswer answer;
   try {
-    const AttentionResult result = target(call, used);
+    const Returned result = target(call, used);
     answer.out = result.out;
     answer.lse = result.lse;
+    answer.text_out = result.text_out;
+    answer.text_lse = result.text_lse;
     count(*recorder, answer);
-    answer.violation = not_plain("out", answer.out) + not_plain("lse", answer.lse);
+    answer.violation = not_plain("out", answer.out) + not_plain("lse", answer.lse) +
+                       not_plain("the text's out", answer.text_out) + not_plain("the text's lse", answer.text_lse);
     if (!answer.violation.empty()) {
-      answer.out = answer.lse = at::Tensor();
+      answer.out = answer.lse = answer.text_out = answer.text_lse = at::Tensor();
       return answer;
     }
-    if (mine.backward) run_backward(question, call, group, answer);
+    if (mine.backward) run_backward(question, call, group.rank(), answer);
     if (question.hold_result) answer.violation += change_by_next_call(call, target, used, answer.out);
     to_host(mine, answer);
   } catch (...) {

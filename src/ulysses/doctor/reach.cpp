@@ -22,8 +22,11 @@ class Table {
     const at::Tensor heads = wrong.any(3).any(1).any(0).nonzero().flatten();
     finite_ = weights.measured.isfinite().all().item<bool>();
     is_right_ = finite_ && heads.numel() == 0;
-    measured_ = (is_right_ ? weights.measured : weights.measured.index_select(2, heads)).mean({0, 2}).contiguous();
-    expected_ = weights.mean_expected().contiguous();
+    const auto mean = [&](const at::Tensor& x) {
+      return (is_right_ ? x : x.index_select(2, heads)).mean({0, 2}).contiguous();
+    };
+    measured_ = mean(weights.measured);
+    expected_ = mean(weights.expected);
   }
 
   bool is_right() const { return is_right_; }
@@ -229,7 +232,7 @@ Diagnosis lost_weight(const Table& table) {
       wanted += table.expected(query, key);
     }
     if (!(sum < wanted - 5e-3)) continue;
-    if (c.text_len > 0) {
+    if (c.text_len > 0 && c.mask.empty() && !c.is_causal && !c.sinks && c.text_lens.empty()) {
       const double times = static_cast<double>(c.kv_seq_len()) * (1 / sum - 1) / static_cast<double>(c.text_len);
       return Finding{"text_counts_twice",
                      cat("the replicated text counts ", std::llround(times), " times in the softmax, not once: ",

@@ -1,18 +1,13 @@
 #include "ulysses/doctor/verdict.h"
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <limits>
 
 #include "ulysses/base/text.h"
-#include "ulysses/doctor/duality.h"
 #include "ulysses/doctor/messages.h"
 #include "ulysses/doctor/tensors.h"
 #include "ulysses/processors/tensor_spec.h"
@@ -22,19 +17,6 @@ namespace {
 
 using base::cat;
 using base::join;
-
-double bound_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble:
-      return 1e-12;
-    case at::kBFloat16:
-      return 0x1p-7;
-    case at::kHalf:
-      return 0x1p-10;
-    default:
-      return 1e-5;
-  }
-}
 
 std::string sizes_text(at::IntArrayRef sizes) { return cat("[", join(sizes), "]"); }
 
@@ -94,125 +76,113 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
   return verdict;
 }
 
-// Rows behind the real ones of a rank that are not zero, as those of out and of every gradient must be.
-std::string padding_problem(const Case& c, std::string_view name, const at::Tensor& x, int64_t rank) {
-  const int64_t real = c.lengths[static_cast<size_t>(rank)], rows = c.padded_lengths[static_cast<size_t>(rank)];
-  if (!x.defined() || x.dim() != 4 || x.size(1) != rows || rows == real) return "";
-  const double largest = x.narrow(1, real, rows - real).to(at::kDouble).abs().max().item<double>();
-  return largest == 0 ? "" : cat("the padding rows of ", name, " are not zero");
+// Sizes [B, S, H, D] as they are in the case's format.
+std::string shape_text(const Case& c, std::vector<int64_t> sizes) {
+  const auto dim = static_cast<size_t>(contract::sequence_dim(c.qkv_format));
+  if (sizes.size() == 4) std::swap(sizes[1], sizes[dim]);
+  return sizes_text(sizes);
+}
+
+// What is off with a result's shape or dtype, whatever its values are.
+std::string out_problem(const Question& question, std::string_view name, const at::Tensor& out,
+                        const std::vector<int64_t>& wanted) {
+  const Case& c = question.c;
+  const bool right = out.sizes() == at::IntArrayRef(wanted);
+  const std::string shapes = cat(shape_text(c, out.sizes().vec()), " instead of ", shape_text(c, wanted),
+                                 c.qkv_format == "bshd" ? "" : cat(" (qkv_format=\"", c.qkv_format, "\")"));
+  if (!right && out.dim() == 4 && out.numel() == c10::multiply_integers(wanted))
+    return cat(name == "out" ? "the output" : name, " is restored along the wrong dimension: shape ", shapes);
+  if (!right) return cat(name, " has shape ", shapes);
+  if (out.scalar_type() != question.q.scalar_type())
+    return cat(name, " is ", processors::dtype_name(out.scalar_type()), " for ", c.dtype, " inputs");
+  return "";
+}
+
+std::string lse_problem(std::string_view name, const at::Tensor& lse, const std::vector<int64_t>& wanted) {
+  if (lse.defined() && lse.sizes() == at::IntArrayRef(wanted)) return "";
+  return cat(name, " has shape ", lse.defined() ? sizes_text(lse.sizes()) : std::string("none"), " instead of ",
+             sizes_text(wanted), " (batch, heads, rows)");
 }
 
 // What keeps the tensors of one rank from being compared, or is wrong whatever their values are.
 std::string form_problem(const Question& question, const RankAnswer& answer, int64_t rank) {
   const Case& c = question.c;
   const int64_t rows = c.padded_lengths[static_cast<size_t>(rank)];
-  const std::vector<int64_t> out = {c.batch, rows, c.num_heads, c.value_head_dim};
-  const std::vector<int64_t> lse = {c.batch, c.num_heads, rows};
   if (!answer.violation.empty()) return answer.violation;
   if (!answer.out.defined()) return "it returns nothing";
-  if (answer.out.sizes() != at::IntArrayRef(out) && answer.out.dim() == 4 &&
-      answer.out.numel() == c10::multiply_integers(out))
-    return cat("the output is restored along the wrong dimension: shape ", sizes_text(answer.out.sizes()),
-               " instead of ", sizes_text(out));
-  if (answer.out.sizes() != at::IntArrayRef(out))
-    return cat("out has shape ", sizes_text(answer.out.sizes()), " instead of ", sizes_text(out));
-  if (answer.out.scalar_type() != question.q.scalar_type())
-    return cat("out is ", processors::dtype_name(answer.out.scalar_type()), " for ", c.dtype, " inputs");
-  if (c.return_lse && (!answer.lse.defined() || answer.lse.sizes() != at::IntArrayRef(lse)))
-    return cat("lse has shape ", answer.lse.defined() ? sizes_text(answer.lse.sizes()) : std::string("none"),
-               " instead of ", sizes_text(lse), " (batch, heads, rows)");
-  return padding_problem(c, "out", answer.out, rank);
+  std::string problem = out_problem(question, "out", answer.out, {c.batch, rows, c.num_heads, c.value_head_dim});
+  if (problem.empty() && c.return_lse) problem = lse_problem("lse", answer.lse, {c.batch, c.num_heads, rows});
+  if (problem.empty() && c.text_len > 0) {
+    if (!answer.text_out.defined()) return "it returns no output of the joint tokens: (out, joint_out) is wanted";
+    problem = out_problem(question, "joint_out", answer.text_out, {c.batch, c.text_len, c.num_heads, c.value_head_dim});
+    if (problem.empty() && c.return_lse)
+      problem = lse_problem("joint_lse", answer.text_lse, {c.batch, c.num_heads, c.text_len});
+  }
+  return problem.empty() ? padding_problem(c, "out", answer.out, rank) : problem;
 }
 
-// Rows of every rank in token order. `lengths` are the real rows; an undefined part counts as zeros (no gradient came).
-at::Tensor rows_of_all(const std::vector<RankAnswer>& answers, at::Tensor RankAnswer::*member,
-                       const std::vector<int64_t>& lengths, const at::Tensor& like, bool whole_on_every_rank) {
+using Member = at::Tensor RankAnswer::*;
+
+// A tensor of one rank, float64; zeros where it gave none: no gradient came.
+at::Tensor of_rank(const RankAnswer& answer, Member member, const std::vector<int64_t>& sizes) {
+  const at::Tensor& x = answer.*member;
+  return x.defined() ? x.to(at::kDouble) : at::zeros(sizes, at::kDouble);
+}
+
+// Rows of every rank in token order. `lengths` are the real rows.
+at::Tensor rows_of_all(const std::vector<RankAnswer>& answers, Member member, const std::vector<int64_t>& lengths,
+                       const at::Tensor& like) {
   std::vector<at::Tensor> parts;
-  at::Tensor sum;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
-    const at::Tensor& x = answers[rank].*member;
     std::vector<int64_t> sizes = like.sizes().vec();
-    if (whole_on_every_rank) {
-      const at::Tensor part = x.defined() ? x.to(at::kDouble) : at::zeros(sizes, at::kDouble);
-      sum = sum.defined() ? sum + part : part;
-      continue;
-    }
     sizes[1] = lengths[rank];
-    parts.push_back(x.defined() ? x.to(at::kDouble).narrow(1, 0, lengths[rank]) : at::zeros(sizes, at::kDouble));
+    parts.push_back(of_rank(answers[rank], member, sizes).narrow(1, 0, lengths[rank]));
   }
-  return whole_on_every_rank ? sum : at::cat(parts, 1);
+  return at::cat(parts, 1);
 }
 
-// One tensor against its reference, folded into the verdict if it is the worst so far.
-struct Comparison {
-  const Case& c;
-  Verdict& verdict;
-  double worst = 0;  // error / allowed
+// The gradient of what every rank holds alike; undefined where there is no such input.
+at::Tensor sum_of_all(const std::vector<RankAnswer>& answers, Member member, const at::Tensor& like) {
+  if (!like.defined()) return {};
+  at::Tensor sum = at::zeros(like.sizes(), at::kDouble);
+  for (const RankAnswer& answer : answers) sum = sum + of_rank(answer, member, like.sizes().vec());
+  return sum;
+}
 
-  void compare(std::string_view name, const at::Tensor& got, const at::Tensor& wanted, const at::Tensor& single,
-               double bound, bool of_keys) {
-    if (wanted.numel() == 0) return;
-    const at::Tensor clean = wanted.nan_to_num(0, 0, 0);
-    const double largest = clean.abs().max().item<double>();
-    const double single_error = (single.nan_to_num(0, 0, 0) - clean).abs().max().item<double>();
-    const double allowed = bound * std::max(1.0, largest) + 2 * single_error;
-    at::Tensor error = at::where(got == wanted, at::zeros_like(wanted), (got - wanted).abs());
-    error = at::where(error.isfinite(), error, at::full_like(error, std::numeric_limits<double>::infinity()));
-    const double largest_error = error.max().item<double>();
-    if (largest_error / allowed <= worst && !verdict.tensor.empty()) return;
-    worst = largest_error / allowed;
-    verdict.error = largest_error;
-    verdict.allowed = allowed;
-    verdict.tensor = name;
-    if (worst <= 1) return;
-    verdict.kind = VerdictKind::kWrong;
-    verdict.is_forward = verdict.is_forward || name == "out" || name == "lse";
-    locate(error > allowed, of_keys);
-    verdict.message =
-        cat(name, " is off by ", verdict.error, ", allowed ", verdict.allowed, ", in tokens ", verdict.tokens,
-            of_keys ? ", KV heads " : ", heads ", verdict.heads, ", ranks ", verdict.ranks);
+// What every rank must return whole, [W, ...].
+at::Tensor each_of_all(const std::vector<RankAnswer>& answers, Member member) {
+  std::vector<at::Tensor> parts;
+  for (const RankAnswer& answer : answers) parts.push_back((answer.*member).to(at::kDouble));
+  return at::stack(parts);
+}
+
+void collect_results(const Question& question, Observation& seen) {
+  const Case& c = question.c;
+  seen.out = rows_of_all(seen.answers, &RankAnswer::out, c.lengths, question.grad_out);
+  if (c.text_len > 0) seen.text_out = each_of_all(seen.answers, &RankAnswer::text_out);
+  if (!c.return_lse) return;
+  for (RankAnswer& answer : seen.answers) {
+    answer.lse = by_tokens(answer.lse);
+    if (c.text_len > 0) answer.text_lse = by_tokens(answer.text_lse);
   }
+  seen.lse = rows_of_all(seen.answers, &RankAnswer::lse, c.lengths, question.q.narrow(3, 0, 1));
+  if (c.text_len > 0) seen.text_lse = each_of_all(seen.answers, &RankAnswer::text_lse);
+}
 
-  void locate(const at::Tensor& bad, bool of_keys) {
-    const at::Tensor tokens = bad.any(3).any(2).any(0);
-    verdict.tokens = ranges(places(tokens));
-    verdict.heads = ranges(places(bad.any(3).any(1).any(0)));
-    std::vector<int64_t> ranks;
-    for (int64_t rank = 0; rank < c.cp_size; ++rank) {
-      const auto& lengths = of_keys ? c.kv_lengths : c.lengths;
-      const int64_t begin = of_keys ? c.kv_token_begin(rank) : c.token_begin(rank);
-      if (tokens.narrow(0, begin, lengths[static_cast<size_t>(rank)]).any().item<bool>()) ranks.push_back(rank);
-    }
-    verdict.ranks = ranges(ranks);
-  }
-};
-
-// Under dropout the values are chance. What can be seen: that they are numbers, that dropout was applied at all, and
-// that the gradients belong to the weights of the output.
-Verdict judge_dropout(const Question& question, const Observation& seen) {
-  Verdict verdict;
-  const auto wrong = [&](std::string_view tensor, std::string message) {
-    verdict.kind = VerdictKind::kWrong;
-    verdict.tensor = tensor;
-    verdict.message = std::move(message);
-    verdict.is_forward = tensor == "out";
-    return verdict;
+void collect_gradients(const Question& question, Observation& seen) {
+  const Case& c = question.c;
+  const auto of_keys = [&](Member member, const at::Tensor& like) {
+    if (c.replicated_kv) return sum_of_all(seen.answers, member, like);
+    return rows_of_all(seen.answers, member, c.kv_lengths, like);
   };
-  if (!seen.out.isfinite().all().item<bool>()) return wrong("out", "the output is not finite");
-  Question without = question;
-  without.c.dropout_p = 0;
-  without.c.backward = false;
-  const at::Tensor plain = attention_reference(without).out;
-  const double close = bound_of(question.q.scalar_type()) * 4 * std::max(1.0, plain.abs().max().item<double>());
-  if (seen.out.abs().max().item<double>() == 0 || (seen.out - plain).abs().max().item<double>() < close)
-    return wrong("out", cat("dropout_p=", question.c.dropout_p, ": the output is ",
-                            seen.out.abs().max().item<double>() == 0 ? "zero" : "that of no dropout"));
-  if (!question.c.backward) return verdict;
-  const Duality duality = duality_of(question, seen);
-  verdict.error = std::abs(duality.of_values - duality.of_output);
-  verdict.allowed = duality.allowed;
-  verdict.tensor = "dv";
-  return duality.complete && duality.holds() ? verdict : wrong("dv", duality.text());
+  seen.dq = rows_of_all(seen.answers, &RankAnswer::dq, c.lengths, question.q);
+  seen.dk = of_keys(&RankAnswer::dk, question.k);
+  seen.dv = of_keys(&RankAnswer::dv, question.v);
+  seen.text_dq = sum_of_all(seen.answers, &RankAnswer::text_dq, question.text_q);
+  seen.text_dk = sum_of_all(seen.answers, &RankAnswer::text_dk, question.text_k);
+  seen.text_dv = sum_of_all(seen.answers, &RankAnswer::text_dv, question.text_v);
+  if (c.mask_grad) seen.dmask = sum_of_all(seen.answers, &RankAnswer::dmask, question.mask);
+  seen.dsinks = sum_of_all(seen.answers, &RankAnswer::dsinks, question.sinks);
 }
 
 }  // namespace
@@ -221,6 +191,13 @@ std::string_view to_string(VerdictKind kind) {
   constexpr std::array<std::string_view, 7> kNames = {"ok",   "refused",       "wrong",          "crashed",
                                                       "hung", "one_rank_only", "unclear_message"};
   return kNames[static_cast<size_t>(kind)];
+}
+
+std::string padding_problem(const Case& c, std::string_view name, const at::Tensor& x, int64_t rank) {
+  const int64_t real = c.lengths[static_cast<size_t>(rank)], rows = c.padded_lengths[static_cast<size_t>(rank)];
+  if (!x.defined() || x.dim() != 4 || x.size(1) != rows || rows == real) return "";
+  const double largest = x.narrow(1, real, rows - real).to(at::kDouble).abs().max().item<double>();
+  return largest == 0 ? "" : cat("the padding rows of ", name, " are not zero");
 }
 
 std::string ranges(const std::vector<int64_t>& numbers) {
@@ -258,46 +235,9 @@ Observation assemble(const Question& question, std::vector<RankAnswer> answers) 
         ranges(odd)};
     return seen;
   }
-  seen.out = rows_of_all(seen.answers, &RankAnswer::out, c.lengths, question.grad_out, false);
-  if (c.return_lse) {
-    for (RankAnswer& answer : seen.answers) answer.lse = by_tokens(answer.lse);
-    seen.lse = rows_of_all(seen.answers, &RankAnswer::lse, c.lengths, question.q.narrow(3, 0, 1), false);
-  }
-  if (!c.backward) return seen;
-  seen.dq = rows_of_all(seen.answers, &RankAnswer::dq, c.lengths, question.q, false);
-  seen.dk = rows_of_all(seen.answers, &RankAnswer::dk, c.kv_lengths, question.k, c.replicated_kv);
-  seen.dv = rows_of_all(seen.answers, &RankAnswer::dv, c.kv_lengths, question.v, c.replicated_kv);
+  collect_results(question, seen);
+  if (c.backward) collect_gradients(question, seen);
   return seen;
-}
-
-Verdict judge(const Question& question, const Observation& seen) {
-  if (!seen.complete()) return seen.failure;
-  const Case& c = question.c;
-  Verdict verdict;
-  if (c.dropout_p > 0) return judge_dropout(question, seen);
-  const at::ScalarType dtype = question.q.scalar_type();
-  const Reference wanted = attention_reference(question), single = attention_reference(question, dtype);
-  // Scores of hundreds lose as many digits in the exponential.
-  const double bound = bound_of(dtype) * std::max(1.0, c.magnitude / 10);
-  Comparison comparison{c, verdict};
-  comparison.compare("out", seen.out, wanted.out, single.out.to(at::kDouble), bound, false);
-  if (c.return_lse) {
-    const at::Tensor lse = by_tokens(wanted.lse);
-    comparison.compare("lse", seen.lse, lse, by_tokens(single.lse), dtype == at::kDouble ? bound : 1e-4, false);
-  }
-  if (c.backward) {
-    const auto asked = [&](char name) { return c.grad_of.find(name) != std::string::npos; };
-    if (asked('q')) comparison.compare("dq", seen.dq, wanted.dq, single.dq.to(at::kDouble), bound, false);
-    if (asked('k')) comparison.compare("dk", seen.dk, wanted.dk, single.dk.to(at::kDouble), bound, true);
-    if (asked('v')) comparison.compare("dv", seen.dv, wanted.dv, single.dv.to(at::kDouble), bound, true);
-  }
-  for (int64_t rank = 0; rank < c.cp_size && verdict.kind == VerdictKind::kOk; ++rank) {
-    const RankAnswer& answer = seen.answers[static_cast<size_t>(rank)];
-    for (const auto& [name, x] : {std::pair{"dq", answer.dq}, {"dk", answer.dk}, {"dv", answer.dv}})
-      if (const std::string problem = padding_problem(c, name, x, rank); !problem.empty())
-        return {VerdictKind::kWrong, -1, -1, "", cat("rank ", rank, ": ", problem), "", "", cat(rank), false};
-  }
-  return verdict;
 }
 
 }  // namespace ulysses::doctor

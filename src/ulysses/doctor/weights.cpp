@@ -3,7 +3,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
@@ -22,17 +21,12 @@ Weights measure_weights(Examiner& examiner, const Case& c) {
     marks.narrow(0, begin, count).narrow(1, 0, count).copy_(at::eye(count));
     Question question = uniform_question(
         c, marks.view({1, keys, 1, c.value_head_dim}).expand({c.batch, keys, c.num_kv_heads, c.value_head_dim}));
-    if (question.text_v.defined()) {
-      question.text_k = at::zeros_like(question.text_k);
-      question.text_v = at::zeros_like(question.text_v);
-    }
     const Observation seen = examiner.observe(question);
     if (!seen.complete()) return weights;
     columns.push_back(seen.out.narrow(3, 0, count));
     if (begin > 0) continue;
-    const at::Tensor visible = visible_keys(question).to(at::kDouble);  // [B, 1, S, T + S_kv]
-    const at::Tensor count_visible = visible.sum(-1, true).clamp_min(1);
-    weights.expected = (visible / count_visible).narrow(3, c.text_len, keys).transpose(1, 2);
+    const TextAndRows by_query = part_text(c, attention_weights(question), 2);
+    weights.expected = part_text(c, by_query.rows, 3).rows.transpose(1, 2);
   }
   weights.measured = at::cat(columns, 3);
   return weights;

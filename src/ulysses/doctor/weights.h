@@ -8,7 +8,7 @@ namespace ulysses::doctor {
 // is that key's weight: the reach of every key token, as a number that has a closed form.
 struct Weights {
   at::Tensor measured;               // [B, S, H, S_kv]; undefined if the ranks gave nothing to compare
-  at::Tensor expected;               // [B, 1, S, S_kv] as [B, S, 1, S_kv]: 1 / visible keys, or 0
+  at::Tensor expected;               // the same of one process; without a mask or sinks 1 / visible keys, or 0
   at::Tensor mean_measured() const;  // [S, S_kv], over batch and heads
   at::Tensor mean_expected() const;
 };

@@ -9,16 +9,30 @@
 
 namespace ulysses::processors {
 
+AttentionResult ulysses_attention(UlyssesAttentionProcessor& backend, const at::Tensor& q, const at::Tensor& k,
+                                  const at::Tensor& v, const exchange::Group& group,
+                                  const contract::AttentionOptions& options, const CallTensors& extras) {
+  // [B, S, H, D] of the caller's format, or back: both swap the same two dimensions.
+  const int64_t dim = contract::sequence_dim(options.qkv_format);
+  const auto formatted = [dim](const at::Tensor& x) {
+    return dim == 1 || !x.defined() || x.dim() != 4 ? x : x.transpose(1, dim);
+  };
+  AttentionResult result = backend.forward(formatted(q), formatted(k), formatted(v), group, options, extras);
+  result.out = formatted(result.out);
+  return result;
+}
+
 AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const exchange::Group& group, const contract::AttentionOptions& options) {
-  return backend_of(options.policy)->forward(q, k, v, group, options);
+                                  const exchange::Group& group, const contract::AttentionOptions& options,
+                                  const CallTensors& extras) {
+  return ulysses_attention(*backend_of(options.policy), q, k, v, group, options, extras);
 }
 
 AttentionResult ulysses_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                   const exchange::Group& group, const partition::SequenceLayout& layout,
-                                  contract::AttentionOptions options) {
+                                  contract::AttentionOptions options, const CallTensors& extras) {
   options.layout = layout_spec(layout);
-  return ulysses_attention(q, k, v, group, options);
+  return ulysses_attention(q, k, v, group, options, extras);
 }
 
 at::Tensor shard(const at::Tensor& x, const partition::SequenceLayout& layout, int64_t rank, int64_t dim) {

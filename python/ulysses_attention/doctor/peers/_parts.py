@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ulysses_attention.layout import SequenceLayout
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # out, or with text (out, the text's)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -51,8 +52,17 @@ def grouped(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def key_mask(attn_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask [B, S_kv] over keys as [B, 1, 1, S_kv], which broadcasts over heads and queries."""
-    return None if attn_mask is None else attn_mask[:, None, None, :]
+    """A mask [B, S_kv] over keys as [B, 1, 1, S_kv], which broadcasts over heads and queries.
+
+    Errors: NotImplementedError for any other mask: not adapted.
+    """
+    if attn_mask is None:
+        return None
+    if attn_mask.dim() != 2 or attn_mask.dtype != torch.bool:
+        raise NotImplementedError(
+            f"[doctor] attn_mask {list(attn_mask.shape)} of {attn_mask.dtype}: only a bool mask [B, S_kv] is adapted."
+        )
+    return attn_mask[:, None, None, :]
 
 
 def own_keys(attn_mask: torch.Tensor | None, k: torch.Tensor, group: ProcessGroup) -> torch.Tensor | None:
@@ -62,6 +72,7 @@ def own_keys(attn_mask: torch.Tensor | None, k: torch.Tensor, group: ProcessGrou
     """
     if attn_mask is None:
         return None
+    key_mask(attn_mask)  # no other
     length = torch.tensor([k.size(1)], device=k.device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
@@ -69,13 +80,11 @@ def own_keys(attn_mask: torch.Tensor | None, k: torch.Tensor, group: ProcessGrou
     return attn_mask[:, begin : begin + k.size(1)].contiguous()
 
 
-def with_text(
-    attend: Attend, shard: Tensors, joint: Tensors | None, attn_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def with_text(attend: Attend, shard: Tensors, joint: Tensors | None, attn_mask: torch.Tensor | None = None) -> Result:
     """attend(q, k, v) of this rank's shard, text tokens in front of it where there are any.
 
     Shapes: shard and joint: q, k, v, each [B, S_local or T, H, D]; the text is the same on every rank
-            → [B, S_local, H, D], the rows of the shard.
+            → [B, S_local, H, D], the rows of the shard; with joint (these rows, the text's).
     Errors: NotImplementedError for joint together with attn_mask: a mask of keys says nothing about the text.
     """
     if joint is None:
@@ -83,7 +92,8 @@ def with_text(
     if attn_mask is not None:
         raise NotImplementedError("[doctor] joint and attn_mask together: not adapted. Fix: one of the two.")
     q, k, v = (torch.cat([text, image], dim=1) for text, image in zip(joint, shard, strict=True))
-    return attend(q, k, v)[:, joint[0].size(1) :]
+    out, length = attend(q, k, v), joint[0].size(1)
+    return out[:, length:], out[:, :length]
 
 
 def refuse_padding(kv_layout: SequenceLayout | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ulysses_attention.doctor.peers._parts import Tensors, grouped, key_mask, refuse_padding, with_text
+from ulysses_attention.doctor.peers._parts import Result, Tensors, grouped, key_mask, refuse_padding, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,7 +53,7 @@ def _setup(**options: Any) -> Callable[..., Any]:
         dropout_p: float = 0.0,
         joint: Tensors | None = None,
         kv_layout: SequenceLayout | None = None,
-    ) -> Any:
+    ) -> Result:
         refuse_padding(kv_layout)
         attend = functools.partial(
             _dispatch_attention_fn,

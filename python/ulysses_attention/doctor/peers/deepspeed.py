@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ulysses_attention.doctor.peers._parts import Tensors, key_mask, refuse_padding, sdpa, with_text
+from ulysses_attention.doctor.peers._parts import Result, Tensors, key_mask, refuse_padding, sdpa, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ def _setup() -> Callable[..., Any]:
         dropout_p: float = 0.0,
         joint: Tensors | None = None,
         kv_layout: SequenceLayout | None = None,
-    ) -> torch.Tensor:
+    ) -> Result:
         refuse_padding(kv_layout)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ulysses_attention.doctor.peers._parts import Tensors, grouped, own_keys, refuse_padding, with_text
+from ulysses_attention.doctor.peers._parts import Result, Tensors, grouped, own_keys, refuse_padding, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ def _setup(backend: str, **options: Any) -> Callable[..., Any]:
         dropout_p: float = 0.0,
         joint: Tensors | None = None,
         kv_layout: SequenceLayout | None = None,
-    ) -> Any:
+    ) -> Result:
         refuse_padding(kv_layout)
         attend = functools.partial(
             dispatch_attention_fn,

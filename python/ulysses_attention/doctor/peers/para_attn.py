@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ulysses_attention.doctor.peers._parts import Tensors, grouped, key_mask, refuse_padding, with_text
+from ulysses_attention.doctor.peers._parts import Result, Tensors, grouped, key_mask, refuse_padding, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ def _setup() -> Callable[..., Any]:
         dropout_p: float = 0.0,
         joint: Tensors | None = None,
         kv_layout: SequenceLayout | None = None,
-    ) -> torch.Tensor:
+    ) -> Result:
         refuse_padding(kv_layout)
         kernel = functools.partial(F.scaled_dot_product_attention, enable_gqa=True) if grouped(q, k) else None
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ulysses_attention.doctor.peers._parts import Tensors, key_mask, refuse_padding, sdpa, with_text
+from ulysses_attention.doctor.peers._parts import Result, Tensors, key_mask, refuse_padding, sdpa, with_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,7 +77,7 @@ def _setup(*kernels: SDPBackend) -> Callable[..., Any]:
         dropout_p: float = 0.0,
         joint: Tensors | None = None,
         kv_layout: SequenceLayout | None = None,
-    ) -> torch.Tensor:
+    ) -> Result:
         refuse_padding(kv_layout)
 
         attend = functools.partial(
