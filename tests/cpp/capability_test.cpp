@@ -16,7 +16,7 @@ TEST(CapabilityTable, HasOneCellPerStrategyAndFeature) {
   for (const Capability& cell : capability_table()) cells.emplace(cell.strategy, cell.feature);
   EXPECT_EQ(cells.size(), capability_table().size());
   EXPECT_EQ(cells.size(), known_strategies().size() * all_features().size());
-  EXPECT_EQ(all_features().size(), 23u);
+  EXPECT_EQ(all_features().size(), 33u);
 }
 
 TEST(CapabilityTable, EveryCellSaysHowOrWhatInstead) {
@@ -29,16 +29,25 @@ TEST(CapabilityTable, EveryCellSaysHowOrWhatInstead) {
 
 TEST(CapabilityTable, RefusesByTheRightId) {
   const std::map<Feature, std::string_view> refused = {
-      {Feature::kBottomRightCausal, "CP048"}, {Feature::kWindow, "CP041"},      {Feature::kAttnMask, "CP040"},
-      {Feature::kReplicatedKv, "CP044"},      {Feature::kJointTokens, "CP043"}, {Feature::kPackedSequences, "CP045"},
-      {Feature::kDropout, "CP042"},           {Feature::kQkvFormat, "CP046"},   {Feature::kHybridDegree, "CP047"},
-      {Feature::kHeadTailOrder, "CP049"},
+      {Feature::kBottomRightCausal, "CP048"}, {Feature::kWindow, "CP041"},       {Feature::kPackedSequences, "CP045"},
+      {Feature::kDropout, "CP042"},           {Feature::kHybridDegree, "CP047"}, {Feature::kHeadTailOrder, "CP049"},
   };
   for (const std::string_view strategy : known_strategies()) {
     for (const Feature feature : all_features()) {
       const auto it = refused.find(feature);
       EXPECT_EQ(capability(strategy, feature).id, it == refused.end() ? "" : it->second) << to_string(feature);
     }
+  }
+}
+
+TEST(CapabilityTable, SupportsWhatBelongsToMasksTextFormatsAndScores) {
+  for (const std::string_view name :
+       {"attn_mask", "query_mask", "head_mask", "additive_mask", "sharded_mask", "mask_gradient", "replicated_kv",
+        "joint_tokens", "joint_suffix", "joint_valid_lens", "qkv_format", "sinks", "softcap", "lse_gradient"}) {
+    const auto feature = feature_from_string(name);
+    ASSERT_TRUE(feature) << name;
+    for (const std::string_view strategy : known_strategies())
+      EXPECT_EQ(capability(strategy, *feature).support, Support::kSupported) << strategy << ' ' << name;
   }
 }
 

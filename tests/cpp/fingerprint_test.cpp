@@ -66,7 +66,7 @@ TEST(CompareFingerprints, EveryFieldThatMustAgreeIsCompared) {
       {"kernel", [](auto& s) { s.kernel = "math"; }},
       {"agreement", [](auto& s) { s.agreement = "off"; }},
       {"qkv_format", [](auto& s) { s.qkv_format = "bhsd"; }},
-      {"kv_role", [](auto& s) { s.kv_role = "replicated"; }},
+      {"kv_role", [](auto& s) { s.kv_role = "x"; }},
       {"causal_alignment", [](auto& s) { s.causal_alignment = "bottom_right"; }},
       {"outer", [](auto& s) { s.outer = "allgather_kv"; }},
       {"is_causal", [](auto& s) { s.is_causal = true; }},
@@ -101,6 +101,91 @@ TEST(CompareFingerprints, EveryFieldThatMustAgreeIsCompared) {
   }
 }
 
+// On top of a call that has all of them, so that one field alone differs.
+void add_extras(AttentionSpec& spec) {
+  spec.attn_mask = TensorSpec{{2, 8, 3001, 3001}, "float32", "cpu"};
+  spec.sinks = TensorSpec{{8}, "float32", "cpu"};
+  spec.softcap = 30.0;
+  spec.joint_len = 1;
+  spec.joint_valid_lens = {0, 1};
+  for (TensorSpec* tensor : {&spec.q, &spec.k, &spec.v}) ++tensor->sizes[1];
+}
+
+TEST(CompareFingerprints, WhatMasksTextAndScoresAddIsCompared) {
+  using Change = std::function<void(AttentionSpec&)>;
+  const std::vector<std::pair<std::string, Change>> changes = {
+      {"attn_mask.dtype", [](auto& s) { s.attn_mask->dtype = "bool"; }},
+      {"attn_mask.batch", [](auto& s) { s.attn_mask->sizes[0] = 1; }},
+      {"attn_mask.num_heads", [](auto& s) { s.attn_mask->sizes[1] = 1; }},
+      {"attn_mask.axes", [](auto& s) { s.attn_mask->sizes[2] = 1; }},
+      {"attn_mask.is_gathered", [](auto& s) { s.mask_is_gathered = true; }},
+      {"sinks", [](auto& s) { s.sinks->dtype = "bfloat16"; }},
+      {"softcap", [](auto& s) { s.softcap = 30.000000000000004; }},
+      {"joint.position", [](auto& s) { s.joint_position = "suffix"; }},
+      {"joint.valid_lens", [](auto& s) { s.joint_valid_lens = {1, 0}; }},
+  };
+  for (const auto& [name, change] : changes) {
+    const auto problems = compare_fingerprints(group([&](AttentionSpec& spec, int64_t rank) {
+      add_extras(spec);
+      if (rank == 3) change(spec);
+    }));
+    ASSERT_EQ(problems.size(), 1u) << name;
+    EXPECT_EQ(problems[0].id, "CP060");
+    EXPECT_EQ(problems[0].what.rfind("ranks disagree on " + name + ": rank 0 has ", 0), 0u) << problems[0].what;
+  }
+}
+
+TEST(CompareFingerprints, WhatOneRankAloneHasIsNamed) {
+  using Change = std::function<void(AttentionSpec&)>;
+  const std::vector<std::pair<std::string, Change>> changes = {
+      {"attn_mask.dtype", [](auto& s) { s.attn_mask.reset(); }},
+      {"sinks", [](auto& s) { s.sinks.reset(); }},
+      {"softcap", [](auto& s) { s.softcap.reset(); }},
+      {"joint.valid_lens", [](auto& s) { s.joint_valid_lens.clear(); }},
+  };
+  for (const auto& [name, change] : changes) {
+    const auto problems = compare_fingerprints(group([&](AttentionSpec& spec, int64_t rank) {
+      add_extras(spec);
+      if (rank == 3) change(spec);
+    }));
+    ASSERT_FALSE(problems.empty()) << name;
+    EXPECT_EQ(problems[0].id, "CP060");
+    bool named = false;
+    for (const auto& problem : problems) named = named || problem.what.find(name + ": rank 0 has ") != std::string::npos;
+    EXPECT_TRUE(named) << name << ": " << problems[0].what;
+  }
+}
+
+TEST(CompareFingerprints, RowsOfAShardedMaskMayDifferAndItsAxesMayNot) {
+  const auto with_mask = [](AttentionSpec& spec, int64_t rank) {
+    spec.layout = LayoutSpec{{750, 750, 750, 700}, {750, 750, 750, 700}, {}};
+    if (rank == 3) spec.q.sizes[1] = spec.k.sizes[1] = spec.v.sizes[1] = 700;
+    spec.attn_mask = TensorSpec{{2, spec.q.sizes[1]}, "bool", "cpu", /*is_floating=*/false};
+  };
+  EXPECT_TRUE(compare_fingerprints(group(with_mask)).empty());
+  const auto problems = compare_fingerprints(group([&](AttentionSpec& spec, int64_t rank) {
+    with_mask(spec, rank);
+    if (rank == 1) spec.attn_mask->sizes[1] = 2950;
+  }));
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].what,
+            "ranks disagree on attn_mask.axes: rank 0 has broadcast, local (so have ranks 2, 3), rank 1 has broadcast, "
+            "global");
+}
+
+TEST(CompareFingerprints, ReplicatedKeysHaveOneLengthOnEveryRank) {
+  const auto problems = compare_fingerprints(group([](AttentionSpec& spec, int64_t rank) {
+    spec.kv_role = "replicated";
+    spec.policy.require_seq_divisible = false;  // which says nothing about keys that are not sharded
+    spec.k.sizes[1] = spec.v.sizes[1] = rank == 2 ? 76 : 77;
+  }));
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].id, "CP060");
+  EXPECT_EQ(problems[0].what,
+            "ranks disagree on kv_role: rank 0 has replicated, S_kv=77 (so have ranks 1, 3), rank 2 has replicated, "
+            "S_kv=76");
+}
+
 TEST(CompareFingerprints, SoftmaxScaleToTheLastBit) {
   AttentionSpec a = call(0), b = call(1);
   a.softmax_scale = 0.1;
@@ -114,6 +199,8 @@ TEST(CompareFingerprints, RequiresGradIsCompared) {
   const auto problems = compare_fingerprints({text_of(call(0), 7), text_of(call(1), 5)});
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_EQ(problems[0].what, "ranks disagree on requires_grad: rank 0 has q, k, v, rank 1 has q, v");
+  EXPECT_EQ(compare_fingerprints({text_of(call(0), 31), text_of(call(1), 7)})[0].what,
+            "ranks disagree on requires_grad: rank 0 has q, k, v, attn_mask, sinks, rank 1 has q, k, v");
 }
 
 TEST(CompareFingerprints, UnequalLocalLengthsListAllCP013) {

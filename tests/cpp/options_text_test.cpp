@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "ulysses/base/error.h"
 
 namespace ulysses::contract {
@@ -13,13 +15,18 @@ TEST(OptionsText, EmptyTextIsEveryDefault) {
   EXPECT_EQ(options.strategy, "ulysses");
   EXPECT_EQ(options.kernel, "auto");
   EXPECT_TRUE(options.requested.empty());
+  EXPECT_EQ(options.softcap, std::nullopt);
+  EXPECT_EQ(options.mask_q + options.mask_kv + options.joint_problem, "");
+  EXPECT_EQ(options.joint_len, 0);
+  EXPECT_EQ(options.joint_position, "prefix");
 }
 
 TEST(OptionsText, EveryLineSetsItsField) {
   const AttentionOptions options = options_from_text(
       "strategy=allgather_kv\nkernel=math\nagreement=always\nqkv_format=sbhd\nkv_role=replicated\n"
       "causal_alignment=bottom_right\nouter=allgather_kv\ncp_size=4\ncp_rank=1\nkv_cp_rank=2\nrequested=window,"
-      "dropout\n");
+      "dropout\nsoftcap=30.5\nmask_q=local\nmask_kv=global\njoint_len=7\njoint_position=suffix\n"
+      "joint_valid_lens=3,0\njoint_problem=joint.q is a=b\n");
   EXPECT_EQ(options.strategy, "allgather_kv");
   EXPECT_EQ(options.kernel, "math");
   EXPECT_EQ(options.agreement, "always");
@@ -30,6 +37,13 @@ TEST(OptionsText, EveryLineSetsItsField) {
   EXPECT_EQ(options.requested_cp_size, 4);
   EXPECT_EQ(options.layout->cp_rank, 1);
   EXPECT_EQ(options.kv_layout->cp_rank, 2);
+  EXPECT_EQ(options.softcap, 30.5);
+  EXPECT_EQ(options.mask_q, "local");
+  EXPECT_EQ(options.mask_kv, "global");
+  EXPECT_EQ(options.joint_len, 7);
+  EXPECT_EQ(options.joint_position, "suffix");
+  EXPECT_EQ(options.joint_valid_lens, (std::vector<int64_t>{3, 0}));
+  EXPECT_EQ(options.joint_problem, "joint.q is a=b");
   EXPECT_EQ(options.requested, (std::vector<Feature>{Feature::kWindow, Feature::kDropout}));
 }
 
@@ -57,6 +71,11 @@ TEST(OptionsText, CP099_AnUnknownKeyIsABug) {
     EXPECT_EQ(error.id(), "CP099");
     EXPECT_NE(std::string(error.what()).find("strategi=ulysses"), std::string::npos);
   }
+}
+
+TEST(OptionsText, SoftcapKeepsEveryBitAndWhatIsNoNumber) {
+  EXPECT_EQ(options_from_text("softcap=0.10000000000000002\n").softcap, 0.10000000000000002);
+  EXPECT_TRUE(std::isnan(*options_from_text("softcap=nan\n").softcap));  // refused by the rule, CP034
 }
 
 TEST(OptionsText, CP007_ANumberBeyond64BitsIsRefused) {

@@ -80,12 +80,20 @@ TEST(PolicyField, KvMustBeGlobalIsNotOptionalCP004) {
   EXPECT_EQ(ids(check_policy(Policy{.kv_must_be_global = false})), Texts{"CP004"});
 }
 
-TEST(PolicyField, OutputRestoreDimMustBeTheSequenceDimensionCP005) {
-  for (const int64_t dim : {0, 2, 3, -3, 99}) {
+// Which format a policy is for is known to a call alone: attention_rules_test.cpp.
+TEST(PolicyField, OutputRestoreDimMustBeTheSequenceDimensionOfSomeFormatCP005) {
+  for (const int64_t dim : {0, 1, 2}) EXPECT_EQ(ids(check_policy(Policy{.output_restore_dim = dim})), Texts{}) << dim;
+  for (const int64_t dim : {3, -1, -3, 99}) {
     const auto problems = check_policy(Policy{.output_restore_dim = dim});
     ASSERT_EQ(ids(problems), Texts{"CP005"}) << dim;
-    EXPECT_EQ(problems[0].fix, "output_restore_dim=1");
+    EXPECT_EQ(problems[0].fix, "output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd");
   }
+}
+
+TEST(SequenceDim, OfEveryFormat) {
+  EXPECT_EQ(sequence_dim("bshd"), 1);
+  EXPECT_EQ(sequence_dim("bhsd"), 2);
+  EXPECT_EQ(sequence_dim("sbhd"), 0);
 }
 
 TEST(PolicyField, BaseProcessorIsFixedCP002) {
@@ -204,7 +212,7 @@ TEST(EveryPrintedFix, WorksWhenApplied) {
       {Policy{.pad_multiple = kMax}, 9, 4},
       {Policy{.pad_multiple = kMax / 2}, kMax - 3, 2},
       {Policy{.kv_must_be_global = false}, 3008, 4},
-      {Policy{.output_restore_dim = 2}, 3008, 4},
+      {Policy{.output_restore_dim = 3}, 3008, 4},
       {Policy{.base_processor = ""}, 3008, 4},
       {Policy{.required_checks = {"typo"}}, 3008, 4},
   };

@@ -25,6 +25,11 @@ const LayoutSpec* layout_of_keys(const AttentionSpec& spec, const LayoutSpec* q_
   return spec.kv_layout ? usable(spec.kv_layout, spec.cp_size) : q_layout;
 }
 
+// The rank's own rows of a 4-D tensor; −1 where its joint tokens do not fit.
+int64_t rows_beside_joint(const TensorSpec& tensor, int64_t joint_len) {
+  return joint_len < 0 || joint_len > tensor.sizes[1] ? -1 : tensor.sizes[1] - joint_len;
+}
+
 void add_shard_features(const LayoutSpec& layout, std::vector<Feature>& features) {
   const auto& lengths = layout.lengths;
   const bool equal = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
@@ -48,10 +53,10 @@ void add_mask_features(const AttentionSpec& spec, std::vector<Feature>& features
   features.push_back(Feature::kAttnMask);
   if (mask.is_floating) features.push_back(Feature::kAdditiveMask);
   if (mask.requires_grad) features.push_back(Feature::kMaskGradient);
-  if (mask.sizes.size() != 4 || !is_4d(spec.q) || !is_4d(spec.k)) return;
+  if (!is_4d(spec.q) || !is_4d(spec.k)) return;
   const MaskAxes axes = mask_axes(spec);
   if (axes.q != MaskAxis::kBroadcast) features.push_back(Feature::kQueryMask);
-  if (mask.sizes[1] > 1) features.push_back(Feature::kHeadMask);
+  if (mask.sizes.size() == 4 && mask.sizes[1] > 1) features.push_back(Feature::kHeadMask);
   if (axes.q == MaskAxis::kLocal || axes.kv == MaskAxis::kLocal) features.push_back(Feature::kShardedMask);
 }
 
@@ -79,12 +84,12 @@ CallFacts::CallFacts(const AttentionSpec& call)
       kv_layout(layout_of_keys(call, q_layout)) {
   if (q_is_4d) {
     batch = call.q.sizes[0];
-    q_rows = std::max<int64_t>(-1, call.q.sizes[1] - call.joint_len);
+    q_rows = rows_beside_joint(call.q, call.joint_len);
     num_heads = call.q.sizes[2];
     head_dim = call.q.sizes[3];
   }
   if (k_is_4d) {
-    k_rows = std::max<int64_t>(-1, call.k.sizes[1] - call.joint_len);
+    k_rows = rows_beside_joint(call.k, call.joint_len);
     num_kv_heads = call.k.sizes[2];
   }
   if (v_is_4d) v_head_dim = call.v.sizes[3];

@@ -19,6 +19,8 @@ CallProblems joint_rows_rule(const CallFacts& facts) {
     return {invalid("CP029", spec.joint_problem, "Joint tokens have the batch, heads and head sizes of q, k and v",
                     "JointTokens(q [B, T, H, D], k [B, T, H_kv, D], v [B, T, H_kv, D_v]) of one dtype and device")};
   if (spec.joint_len == 0) return {};
+  if (spec.joint_len < 0)
+    return {invalid("CP029", cat("joint_len=", spec.joint_len, " is negative"), "", "joint_len=0 or more")};
   CallProblems problems;
   const auto check = [&](std::string_view name, bool is_4d, const TensorSpec& tensor) {
     if (is_4d && tensor.sizes[1] < spec.joint_len)

@@ -1,5 +1,7 @@
 #include <array>
 #include <numeric>
+#include <tuple>
+#include <utility>
 
 #include "ulysses/base/text.h"
 #include "ulysses/contract/attention_facts.h"
@@ -22,26 +24,34 @@ struct AxisSizes {
   int64_t local = kUnknown;
   int64_t global = kUnknown;
   bool can_broadcast = false;
+  bool offer_local = true;  // in a fix; not where the other axis is local
 };
 
 int64_t global_tokens(const CallFacts& facts, const LayoutSpec* layout, int64_t rows) {
   const AttentionSpec& spec = facts.spec;
-  if (layout) return std::accumulate(layout->lengths.begin(), layout->lengths.end(), spec.joint_len);
   const bool equal_shards = spec.policy.require_seq_divisible || spec.cp_size == 1;
-  return rows < 0 || !equal_shards ? kUnknown : rows * spec.cp_size + spec.joint_len;
+  std::optional<int64_t> tokens;
+  if (layout) {
+    tokens = std::accumulate(layout->lengths.begin(), layout->lengths.end(), int64_t{0});
+  } else if (rows >= 0 && spec.cp_size > 0 && equal_shards) {
+    tokens = checked_multiply(rows, spec.cp_size);
+  }
+  int64_t joined = kUnknown;
+  return tokens && !__builtin_add_overflow(*tokens, spec.joint_len, &joined) ? joined : kUnknown;
 }
 
-// Joint tokens belong to no rank: with them an axis is global, of the joined sequence.
+// Joint tokens belong to no rank: with them an axis is global, of the joined sequence. [B, S_kv] has one row for all.
 AxisSizes query_axis(const CallFacts& facts) {
   const auto& sizes = facts.spec.attn_mask->sizes;
   AxisSizes axis{"S_q", "q", sizes.size() == 4 ? sizes[2] : 1, kUnknown, kUnknown, true};
   axis.global = global_tokens(facts, facts.q_layout, facts.q_rows);
-  if (facts.spec.joint_len == 0) axis.local = facts.q_rows;
+  if (facts.spec.joint_len == 0 && sizes.size() == 4) axis.local = facts.q_rows;
   return axis;
 }
 
 AxisSizes key_axis(const CallFacts& facts) {
-  AxisSizes axis{"S_kv", "kv", facts.spec.attn_mask->sizes.back(), kUnknown, kUnknown, false};
+  const auto& sizes = facts.spec.attn_mask->sizes;
+  AxisSizes axis{"S_kv", "kv", sizes.empty() ? kUnknown : sizes.back(), kUnknown, kUnknown, false};
   if (facts.spec.kv_role == "replicated") {
     axis.global = facts.k_rows;
   } else {
@@ -54,7 +64,7 @@ AxisSizes key_axis(const CallFacts& facts) {
 std::string legal_sizes(const AxisSizes& axis) {
   std::vector<std::string> sizes;
   if (axis.can_broadcast) sizes.emplace_back("1 (broadcast)");
-  if (axis.local != kUnknown) sizes.push_back(cat(axis.local, " (local)"));
+  if (axis.local != kUnknown && axis.offer_local) sizes.push_back(cat(axis.local, " (local)"));
   if (axis.global != kUnknown) sizes.push_back(cat(axis.global, " (global)"));
   return cat(axis.name, '=', join(sizes, ", or "));
 }
@@ -81,12 +91,26 @@ std::string_view word_of(MaskAxis axis) {
   }
 }
 
+// The argument that declares one axis and keeps what the other was declared as.
+std::string declaration(const AttentionSpec& spec, const AxisSizes& axis, MaskAxis reading) {
+  std::vector<std::string> fields;
+  for (const auto& [parameter, declared] : {std::pair{"q", &spec.mask_q}, std::pair{"kv", &spec.mask_kv}}) {
+    const std::string_view word = axis.parameter == parameter ? word_of(reading) : std::string_view(*declared);
+    if (!word.empty()) fields.push_back(cat(parameter, "=\"", word, '"'));
+  }
+  return cat("mask_layout=MaskLayout(", join(fields), ')');
+}
+
 struct Reading {
   std::optional<MaskAxis> axis;
   std::optional<base::Problem> problem;
 };
 
-Reading read_declared(const AxisSizes& axis, const std::string& declared) {
+Reading not_readable(std::string_view id, std::string what, std::string_view rule, std::string fix) {
+  return {{}, invalid(id, std::move(what), rule, std::move(fix))};
+}
+
+Reading read_declared(const CallFacts& facts, const AxisSizes& axis, const std::string& declared) {
   const bool broadcast = declared == "broadcast" && axis.can_broadcast;
   if (!broadcast && declared != "local" && declared != "global") {
     const std::vector<std::string_view> known = axis.can_broadcast
@@ -95,46 +119,75 @@ Reading read_declared(const AxisSizes& axis, const std::string& declared) {
     return {{}, unknown_word("CP033", cat("mask_layout.", axis.parameter), declared, known)};
   }
   const int64_t wanted = broadcast ? 1 : declared == "local" ? axis.local : axis.global;
-  if (axis.got == wanted)
+  if (wanted != kUnknown && axis.got == wanted)
     return {broadcast ? MaskAxis::kBroadcast : declared == "local" ? MaskAxis::kLocal : MaskAxis::kGlobal, {}};
-  const std::string expected = wanted == kUnknown ? std::string("no known size here") : cat(wanted, " rows");
-  return {{},
-          invalid("CP028",
-                  cat("mask_layout has ", axis.parameter, "=\"", declared, "\", which is ", expected,
-                      ", and attn_mask has ", axis.name, '=', axis.got),
-                  "", cat("attn_mask with ", legal_sizes(axis)))};
+  std::vector<std::string> fixes;
+  if (wanted != kUnknown) fixes.push_back(cat("attn_mask with ", axis.name, '=', wanted));
+  for (const MaskAxis reading : readings(axis, facts.spec.cp_size))
+    fixes.push_back(declaration(facts.spec, axis, reading));
+  if (fixes.empty()) fixes.push_back(cat("attn_mask with ", legal_sizes(axis), ", and mask_layout=None"));
+  const std::string expected = wanted == kUnknown ? std::string("no axis of this call") : cat(wanted, " rows");
+  return not_readable("CP028",
+                      cat("mask_layout has ", axis.parameter, "=\"", declared, "\", which is ", expected,
+                          ", and attn_mask has ", axis.name, '=', axis.got),
+                      "", join(fixes, ", or "));
 }
 
 Reading read_axis(const CallFacts& facts, const AxisSizes& axis, const std::string& declared) {
-  if (!declared.empty()) return read_declared(axis, declared);
+  const bool broadcast = axis.can_broadcast && axis.got == 1 && (declared.empty() || declared == "broadcast");
+  if (axis.global == kUnknown && !broadcast)
+    return not_readable("CP028",
+                        cat("attn_mask has ", axis.name, '=', axis.got,
+                            ", and without a layout under require_seq_divisible=False nobody knows the global length"),
+                        "A mask is checked before any data moves", "layout=SequenceLayout(seq_len, cp_size, policy)");
+  if (!declared.empty()) return read_declared(facts, axis, declared);
   const std::vector<MaskAxis> found = readings(axis, facts.spec.cp_size);
   if (found.size() == 1) return {found.front(), {}};
-  if (found.empty() && axis.global == kUnknown)
-    return {{},
-            invalid("CP028",
-                    cat("attn_mask has ", axis.name, '=', axis.got,
-                        ", and without a layout under require_seq_divisible=False nobody knows the global length"),
-                    "A mask is checked before any data moves", "layout=SequenceLayout(seq_len, cp_size, policy)")};
   if (found.empty())
-    return {{},
-            invalid("CP027", cat("attn_mask has ", axis.name, '=', axis.got),
-                    facts.spec.joint_len > 0
-                        ? cat("With joint tokens a mask covers the joined sequence of ", axis.global, " tokens")
-                        : std::string(),
-                    cat("attn_mask with ", legal_sizes(axis)))};
+    return not_readable("CP027", cat("attn_mask has ", axis.name, '=', axis.got),
+                        facts.spec.joint_len > 0
+                            ? cat("With joint tokens a mask covers the joined sequence of ", axis.global, " tokens")
+                            : std::string(),
+                        cat("attn_mask with ", legal_sizes(axis)));
   std::vector<std::string> fixes;
-  for (const MaskAxis reading : found)
-    fixes.push_back(cat("mask_layout=MaskLayout(", axis.parameter, "=\"", word_of(reading), "\")"));
-  return {{},
-          invalid("CP028",
-                  cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
-                      word_of(found[1])),
-                  "", join(fixes, ", or "))};
+  for (const MaskAxis reading : found) fixes.push_back(declaration(facts.spec, axis, reading));
+  return not_readable("CP028",
+                      cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
+                          word_of(found[1])),
+                      "", join(fixes, ", or "));
 }
 
+// Whether the axis can be nothing but local, right or wrong.
+bool only_local(const AxisSizes& axis, const std::string& declared, int64_t cp_size) {
+  if (!declared.empty()) return declared == "local";
+  return readings(axis, cp_size) == std::vector<MaskAxis>{MaskAxis::kLocal};
+}
+
+struct Axes {
+  AxisSizes q_sizes, kv_sizes;
+  Reading q, kv;
+};
+
+Axes read_axes(const CallFacts& facts) {
+  const AttentionSpec& spec = facts.spec;
+  Axes axes{query_axis(facts), key_axis(facts), {}, {}};
+  if (spec.cp_size > 1) {
+    axes.q_sizes.offer_local = !only_local(axes.kv_sizes, spec.mask_kv, spec.cp_size);
+    axes.kv_sizes.offer_local = !only_local(axes.q_sizes, spec.mask_q, spec.cp_size);
+  }
+  axes.q = read_axis(facts, axes.q_sizes, spec.mask_q);
+  axes.kv = read_axis(facts, axes.kv_sizes, spec.mask_kv);
+  return axes;
+}
+
+// What a problem of another rule leaves undecided is not decided here.
 bool shape_is_readable(const CallFacts& facts) {
-  const auto& mask = facts.spec.attn_mask;
-  return mask && (mask->sizes.size() == 2 || mask->sizes.size() == 4) && facts.q_is_4d && facts.k_is_4d;
+  const auto& [spec, mask] = std::tie(facts.spec, facts.spec.attn_mask);
+  const bool layouts_are_legal =
+      (!spec.layout || facts.q_layout) && (!spec.kv_layout || facts.kv_layout || spec.kv_role == "replicated");
+  const bool has_axes = mask && (mask->sizes.size() == 2 || mask->sizes.size() == 4);
+  return has_axes && facts.q_is_4d && facts.k_is_4d && layouts_are_legal && facts.group_is_legal &&
+         spec.joint_problem.empty();
 }
 
 std::string first_axes_fix(const CallFacts& facts) {
@@ -160,11 +213,22 @@ CallProblems shape_rule(const CallFacts& facts) {
   if (!batch)
     return {invalid("CP027", cat(got, " for B=", facts.batch), "A 2-D mask is [B, S_kv], key padding",
                     cat("attn_mask[None, None] if it is [S_q, S_kv]; or ", first_axes_fix(facts)))};
-  const AxisSizes query = query_axis(facts);
-  const bool is_query_axis = sizes[0] > 1 && (sizes[0] == query.local || sizes[0] == query.global);
+  const bool is_local = facts.spec.joint_len == 0 && sizes[0] == facts.q_rows;
+  const bool is_query_axis = sizes[0] > 1 && (is_local || sizes[0] == query_axis(facts).global);
   if (!is_query_axis || facts.spec.mask_q == "broadcast") return {};
   return {invalid("CP028", cat(got, ", which is both [B, S_kv] and [S_q, S_kv]"), "",
                   "attn_mask[:, None, None, :] for key padding, or attn_mask[None, None] for a row per query")};
+}
+
+base::Problem both_local_problem(const CallFacts& facts, const AxisSizes& q, const AxisSizes& kv) {
+  const auto fix = [&](const AxisSizes& axis, const std::string& declared, MaskAxis reading, int64_t size) {
+    std::string text = cat("attn_mask with ", axis.name, '=', size, " (", word_of(reading), ')');
+    return declared.empty() ? text : cat(text, " and ", declaration(facts.spec, axis, reading));
+  };
+  return invalid("CP028", cat("attn_mask has S_q=", q.got, " and S_kv=", kv.got, ", both local"),
+                 "What a rank's queries see of other ranks' keys would be nowhere",
+                 cat(fix(kv, facts.spec.mask_kv, MaskAxis::kGlobal, kv.global), ", or ",
+                     fix(q, facts.spec.mask_q, MaskAxis::kBroadcast, 1)));
 }
 
 CallProblems axes_rule(const CallFacts& facts) {
@@ -173,17 +237,12 @@ CallProblems axes_rule(const CallFacts& facts) {
     if (facts.spec.attn_mask || !declared) return {};
     return {invalid("CP028", "mask_layout is given and attn_mask is not", "", "mask_layout=None, or the attn_mask")};
   }
-  const Reading q = read_axis(facts, query_axis(facts), facts.spec.mask_q);
-  const Reading kv = read_axis(facts, key_axis(facts), facts.spec.mask_kv);
+  const auto [q_sizes, kv_sizes, q, kv] = read_axes(facts);
   CallProblems problems;
   add(problems, q.problem);
   add(problems, kv.problem);
   const bool both_local = q.axis == MaskAxis::kLocal && kv.axis == MaskAxis::kLocal;
-  if (both_local && facts.spec.cp_size > 1)
-    problems.push_back(invalid("CP028",
-                               cat("attn_mask has S_q=", facts.q_rows, " and S_kv=", facts.k_rows, ", both local"),
-                               "What a rank's queries see of other ranks' keys would be nowhere",
-                               cat("attn_mask with ", legal_sizes(key_axis(facts)), " on the key axis, global")));
+  if (both_local && facts.spec.cp_size > 1) problems.push_back(both_local_problem(facts, q_sizes, kv_sizes));
   const bool sharded = q.axis == MaskAxis::kLocal || kv.axis == MaskAxis::kLocal;
   if (sharded && facts.spec.attn_mask->requires_grad)
     problems.push_back({"CP040", base::ErrorKind::kUnsupported,
@@ -217,9 +276,7 @@ constexpr std::array<CallRule, 4> kRules = {mask_is_a_tensor_rule, shape_rule, a
 }  // namespace
 
 MaskAxes mask_axes(const AttentionSpec& spec) {
-  const CallFacts facts(spec);
-  const Reading q = read_axis(facts, query_axis(facts), spec.mask_q);
-  const Reading kv = read_axis(facts, key_axis(facts), spec.mask_kv);
+  const auto [q_sizes, kv_sizes, q, kv] = read_axes(CallFacts(spec));
   return {q.axis.value_or(MaskAxis::kBroadcast), kv.axis.value_or(MaskAxis::kGlobal)};
 }
 
