@@ -21,9 +21,8 @@ inline constexpr std::string_view kThreadBackendName = "ulysses_threads";
 class ThreadHub;
 
 // W ranks as threads of one process: the embedded default, for tests, notebooks and C++ programs. CPU only.
-// Each rank's group is an ordinary c10d::ProcessGroup with all_to_all (with splits and in list form), all_gather,
-// reduce_scatter, all_reduce, broadcast, send/recv and barrier, registered with c10d under a name of its own, so that
-// an op that takes a group name finds it.
+// Each rank's group is an ordinary c10d::ProcessGroup with the operations of CollectiveBackend, registered with c10d
+// under a name of its own, so that an op that takes a group name finds it.
 // Every wait ends: with the data, with CP062 after `timeout` naming the ranks that never came, or with CP062 naming
 // the rank that raised. After a timeout or abort() the world is dead. Ranks that call different collectives, or with
 // sizes, dtypes, roots or reductions that don't match, all get the same CP062 with the values; nothing is exchanged
