@@ -19,7 +19,7 @@ from oracle import Numbers, max_error, oracle_with_grads
 
 TESTS = pathlib.Path(__file__).parent
 RIGHT = sorted((TESTS / "right_backends").glob("*.py"))
-MUTANTS = sorted(path for path in (TESTS / "mutants").glob("*.py") if path.stem != "parts")
+MUTANTS = sorted(path for path in (TESTS / "mutants").glob("*.py") if not path.stem.endswith("parts"))
 _names = (f"loaded_backend_{number}" for number in itertools.count())
 
 

@@ -61,7 +61,7 @@ def test_a_broken_report_is_refused_with_the_place(name: str, tmp_path: pathlib.
     break_it(report)
     assert any(re.search(expected, problem) for problem in schema.validate(report)), schema.validate(report)
     path = tmp_path / "report.json"
-    with pytest.raises(ValueError, match="is not a report of schema version 1"):
+    with pytest.raises(ValueError, match="is not a report of schema version 2"):
         schema.dump(report, path)
     assert not path.exists()
 

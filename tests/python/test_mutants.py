@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import backend_cases
+from mutants.option_parts import OptionSteps, attention_with_options
 from oracle import oracle
 from ulysses_attention import _C, run_ranks
 from ulysses_attention.doctor.run import examine, select
@@ -27,8 +28,48 @@ SENTENCES: dict[str, dict[str, str]] = json.loads((backend_cases.TESTS / "mutant
 MUTANTS = {path.stem: path for path in backend_cases.MUTANTS}
 #: One rank waits for good where the number of tokens is odd: only such a case, or the hang limit counts 12 times.
 ONE_CASE = {"waits_forever": "uneven_shards/W2/float32/S15-H4-B2"}
+#: Faults that the first shape of each feature does not show: every shape of one feature.
+ALL_SHAPES = {
+    "causal_without_the_text": "joint_tokens/W2/float32/*",
+    "replicated_keys_gathered": "replicated_kv/W2/float32/*",
+    "softcap_behind_the_mask": "softcap/W2/float32/*",
+}
+#: The features in which a fault of an option shows; it must not show in any other.
+MASKS = ("attn_mask", "query_mask", "head_mask", "sharded_mask")
+BIASES = ("additive_mask", "mask_gradient")
+TEXT = ("joint_tokens", "joint_suffix", "joint_valid_lens")
+SHOWS_IN = {
+    "backward_without_attn_mask": {*MASKS, *BIASES},
+    "causal_shows_the_suffix": {"joint_suffix"},
+    "causal_without_the_text": {"joint_tokens"},
+    "lse_gradient_dropped": {"lse_gradient"},
+    "mask_as_bias": {*MASKS},
+    "mask_ignored": {*MASKS, *BIASES},
+    "mask_inverted": {*MASKS},
+    "mask_of_own_keys_for_the_first": {"sharded_mask"},
+    "mask_of_the_first_heads": {"head_mask", *BIASES},
+    "mask_of_the_first_rows": {"query_mask", *BIASES},
+    "replicated_keys_gathered": {"replicated_kv"},
+    "restored_in_bshd": {"qkv_format"},
+    "sinks_ignored": {"sinks"},
+    "sinks_on_rank_0": {"sinks"},
+    "sinks_once_per_rank": {"sinks"},
+    "softcap_behind_the_mask": {"softcap"},
+    "softcap_ignored": {"softcap"},
+    "text_counted_per_rank": {*TEXT},
+    "text_gradients_summed_twice": {*TEXT},
+    "text_keys_sharded": {*TEXT},
+    "valid_lens_ignored": {"joint_valid_lens"},
+}
 #: Numbers of random inputs without a closed form: 16-bit arithmetic, or an answer to another question.
-BOUNDS = {"precision": (1e-4, 3e-2), "strides": (0.1, 10.0), "state": (0.1, 10.0)}
+BOUNDS = {
+    "precision": (1e-4, 3e-2),
+    "strides": (0.1, 10.0),
+    "state": (0.1, 10.0),
+    "lse_gradient": (0.1, 10.0),
+    "option_backward": (0.1, 10.0),
+    "softcap_ignored": (1e-6, 10.0),
+}
 #: Those that float64 attention gives exactly, in a case of two ranks.
 WITH_A_CLOSED_FORM = {
     "lse_in_base_2": "return_lse/W2/*",
@@ -97,14 +138,58 @@ def test_every_mutant_has_its_sentences() -> None:
     assert len(MUTANTS) >= 30
 
 
+def _examine_as(name: str, path: Path) -> Any:
+    if name in ALL_SHAPES:
+        return _examine(path, ALL_SHAPES[name], quick=False)
+    return _examine(path, ONE_CASE.get(name, ""))
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_doctor_names_the_fault(name: str) -> None:
-    _assert_named(_examine(MUTANTS[name], ONE_CASE.get(name, "")), SENTENCES[name])
+    report = _examine_as(name, MUTANTS[name])
+    _assert_named(report, SENTENCES[name])
+    if name in SHOWS_IN:
+        assert {case["feature"] for case in report["cases"] if case["verdict"] == "wrong"} == SHOWS_IN[name]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_same_sentences_under_other_names(name: str, tmp_path: Path) -> None:
-    _assert_named(_examine(_renamed(MUTANTS[name], tmp_path), ONE_CASE.get(name, "")), SENTENCES[name])
+    _assert_named(_examine_as(name, _renamed(MUTANTS[name], tmp_path)), SENTENCES[name])
+
+
+def test_the_steps_of_option_mutants_are_right_in_every_shape() -> None:
+    assert {path.stem for path in MUTANTS.values() if "option_parts" in path.read_text()} == set(SHOWS_IN)
+    report = examine(attention_with_options(OptionSteps))
+    assert report["findings"] == []
+    refused = {case["feature"] for case in report["cases"] if case["verdict"] != "ok"}
+    assert refused == {feature for feature, id in _C.capabilities("ulysses").items() if id} - {"bottom_right_causal"}
+
+
+#: Cases so small that the numbers of a fault are known by heart: those of equal scores.
+BY_HEART = {
+    "mask_as_bias": (
+        {"lengths": [1, 1], "mask": "key"},
+        f"gives key 0 the weight {math.e / (math.e + 1):.6g} instead of 1",  # scores 1 and 0: a visible key, a hidden
+    ),
+    "text_counted_per_rank": (
+        {"lengths": [2, 2], "text_len": 2},
+        "image keys get 0.5 of the weight of query 0 instead of 0.666667",
+    ),
+    "replicated_keys_gathered": (
+        {"lengths": [4, 4], "kv_lengths": [3, 3], "replicated_kv": True, "return_lse": True},
+        f"it is {math.log(12):.6g} (ln 12) instead of {math.log(6):.6g} (ln 6)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HEART)
+def test_the_numbers_of_the_smallest_case(name: str) -> None:
+    fields, words = BY_HEART[name]
+    lengths = fields["lengths"]
+    case = _C.Case({"batch": 1, "padded_lengths": lengths, "kv_lengths": lengths, **fields})
+    ((result, finding),) = _C.examine_case(_Asked(backend_cases.load(MUTANTS[name]).attention), case)
+    assert result["verdict"] == "wrong"
+    assert words in finding["sentence"]
 
 
 def _right_numbers(name: str, case: Any, q: Any, k: Any, v: Any, grad_out: Any) -> list[float]:

@@ -9,6 +9,7 @@
 #include "ulysses/doctor/cases.h"
 #include "ulysses/doctor/gradients.h"
 #include "ulysses/doctor/numbers.h"
+#include "ulysses/doctor/option_faults.h"
 #include "ulysses/doctor/order.h"
 #include "ulysses/doctor/weights.h"
 
@@ -25,12 +26,16 @@ struct Simplification {
 
 bool make_equal_shards(Case& c) {
   if (c.has_even_shards()) return false;
+  const std::vector<int64_t> kv_lengths = c.kv_lengths;
   set_shards(c, 8);
+  if (c.replicated_kv) c.kv_lengths = kv_lengths;
   return true;
 }
 
 bool make_equal_lengths(Case& c) {
-  if (c.kv_lengths == c.lengths || !std::equal(c.lengths.begin() + 1, c.lengths.end(), c.lengths.begin())) return false;
+  if (c.replicated_kv || c.kv_lengths == c.lengths ||
+      !std::equal(c.lengths.begin() + 1, c.lengths.end(), c.lengths.begin()))
+    return false;
   c.kv_lengths = c.lengths;
   return true;
 }
@@ -51,7 +56,54 @@ constexpr std::array kSimplifications = std::to_array<Simplification>({
        return was;
      },
      "gradients of all of q, k and v are right"},
-    {set<&Case::batch, 1>, "one sequence alone is right"},
+    {[](Case& c) {
+       const bool was = !c.local_axis.empty();
+       c.local_axis = "";
+       return was;
+     },
+     "a mask that is whole on every rank is right"},
+    {[](Case& c) {
+       const bool was = c.additive_mask;
+       c.additive_mask = c.mask_grad = false;
+       return was;
+     },
+     "a bool mask is right"},
+    {set<&Case::blind_rows, false>, "queries that all see a key are right"},
+    {[](Case& c) {
+       const bool was = !c.mask.empty();
+       clear_mask(c);
+       return was;
+     },
+     "without attn_mask it is right"},
+    {[](Case& c) {
+       const bool was = !c.text_lens.empty();
+       c.text_lens.clear();
+       return was;
+     },
+     "joint tokens that are all real are right"},
+    {set<&Case::text_suffix, false>, "joint tokens in front of the sequence are right"},
+    {[](Case& c) {
+       const bool was = c.text_len > 0;
+       clear_text(c);
+       return was;
+     },
+     "without joint tokens it is right"},
+    {set<&Case::replicated_kv, false>, "sharded k and v are right"},
+    {set<&Case::sinks, false>, "without sinks it is right"},
+    {set<&Case::softcap, 0.0>, "without softcap it is right"},
+    {set<&Case::lse_grad, false>, "without a gradient through lse it is right"},
+    {[](Case& c) {
+       const bool was = c.qkv_format != "bshd";
+       c.qkv_format = "bshd";
+       return was;
+     },
+     "qkv_format=\"bshd\" is right"},
+    {[](Case& c) {
+       const bool was = c.batch != 1;
+       set_batch(c, 1);
+       return was;
+     },
+     "one sequence alone is right"},
     {make_equal_lengths, "q and k/v of one length are right"},
     {make_equal_shards, "equal shards are right"},
     {[](Case& c) {
@@ -83,7 +135,7 @@ constexpr std::array kSimplifications = std::to_array<Simplification>({
      "float32 is right"},
     {[](Case& c) {
        const bool was = c.return_lse;
-       c.return_lse = false;
+       c.return_lse = c.lse_grad = false;
        return was;
      },
      ""},
@@ -159,12 +211,12 @@ Finding dropout_finding(const Verdict& verdict) {
 Finding explain(Examiner& examiner, const Case& c) {
   using Explain = Diagnosis (*)(Examiner&, const Case&);
   // More than one sequence are left only where one alone is not wrong: the batch comes before the keys.
-  constexpr Explain kForward[] = {explain_state, explain_batch,  explain_reach, explain_kv_heads,
-                                  explain_order, explain_values, explain_keys};
+  constexpr Explain kForward[] = {explain_state,    explain_batch, explain_options, explain_reach,
+                                  explain_kv_heads, explain_order, explain_values,  explain_keys};
   if (c.dropout_p > 0)  // chance differs from call to call; what the gradients belong to does not
     return dropout_finding(examiner.check(c));
-  Case forward = c;
-  forward.backward = forward.return_lse = false;
+  Case forward = forward_only(c);
+  forward.return_lse = forward.lse_grad = false;
   const Verdict verdict = examiner.check(forward);
   if (verdict.kind == VerdictKind::kWrong) {
     for (const Explain& look : kForward)
@@ -172,7 +224,8 @@ Finding explain(Examiner& examiner, const Case& c) {
     return {
         "numbers", cat("the numbers are wrong although every key reaches every query in order: ", verdict.message), {}};
   }
-  for (const Explain& look : {explain_state, explain_lse, explain_gradients})
+  for (const Explain& look :
+       {explain_state, explain_option_lse, explain_lse, explain_option_gradients, explain_gradients})
     if (Diagnosis found = look(examiner, c)) return *found;
   return {"numbers", examiner.check(c).message, {}};
 }

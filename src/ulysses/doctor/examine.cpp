@@ -34,7 +34,7 @@ Side side_of(const Verdict& verdict) {
 
 bool is_of_backward(const Finding& finding) {
   return finding.kind.starts_with("gradient") || finding.kind == "no_gradient" || finding.kind == "other_backward" ||
-         finding.kind == "dropout_backward";
+         finding.kind == "dropout_backward" || finding.kind == "lse_gradient" || finding.kind == "option_backward";
 }
 
 // Rows of a feature that may be wrong for a reason of their own; the plain case's is the name of its feature.

@@ -17,16 +17,11 @@ using base::cat;
 constexpr double kNothing = 0;
 constexpr double kNoFactor = std::numeric_limits<double>::quiet_NaN();
 
-// c if got ≈ c · wanted, 0 if got is zero, NaN if neither; 1 where nothing is wanted.
-double factor(const at::Tensor& got, const at::Tensor& wanted, double tolerance) {
-  const double size = (wanted * wanted).sum().item<double>();
-  if (wanted.numel() == 0 || size < 1e-20) return 1;
-  const double c = (got * wanted).sum().item<double>() / size;
-  if (!std::isfinite(c)) return kNoFactor;
-  const double scale = std::max(1.0, wanted.abs().max().item<double>()) * std::max(1.0, std::abs(c));
-  const double error = (got - wanted * c).abs().max().item<double>();
-  if (!(error < tolerance * scale)) return kNoFactor;
-  return std::abs(c) < 1e-3 ? kNothing : c;
+std::string meaning(double value, const Case& c) {
+  const auto ranks = static_cast<double>(c.cp_size);
+  if (std::abs(value - ranks) < 1e-2 * ranks) return cat(" (cp_size: summed over the ranks once too often)");
+  if (std::abs(value * ranks - 1) < 1e-2) return " (1 / cp_size: averaged over the ranks instead of summed)";
+  return "";
 }
 
 // factor [queries of rank i][keys of rank j] of dk or dv.
@@ -44,6 +39,13 @@ Contributions measure(Examiner& examiner, const Case& c, double tolerance) {
     const at::Tensor only = at::zeros_like(question.grad_out);
     only.narrow(1, begin, count).copy_(question.grad_out.narrow(1, begin, count));
     question.grad_out = only;
+    for (at::Tensor* text : {&question.text_grad_out, &question.text_grad_lse})
+      if (text->defined()) text->zero_();
+    if (c.lse_grad) {
+      const at::Tensor lse = at::zeros_like(question.grad_lse);
+      lse.narrow(2, begin, count).copy_(question.grad_lse.narrow(2, begin, count));
+      question.grad_lse = lse;
+    }
     const Observation seen = examiner.observe(question);
     found.complete = found.complete && seen.complete();
     if (!found.complete) return found;
@@ -53,12 +55,12 @@ Contributions measure(Examiner& examiner, const Case& c, double tolerance) {
       const auto rows = [&](const at::Tensor& x) {
         return x.narrow(1, c.kv_token_begin(kr), c.kv_lengths[static_cast<size_t>(kr)]);
       };
-      dk.push_back(factor(rows(seen.dk), rows(wanted.dk), tolerance));
-      dv.push_back(factor(rows(seen.dv), rows(wanted.dv), tolerance));
+      dk.push_back(gradient_factor(rows(seen.dk), rows(wanted.dk), tolerance));
+      dv.push_back(gradient_factor(rows(seen.dv), rows(wanted.dv), tolerance));
     }
     found.dk.push_back(dk);
     found.dv.push_back(dv);
-    found.dq.push_back(factor(seen.dq.narrow(1, begin, count), wanted.dq.narrow(1, begin, count), tolerance));
+    found.dq.push_back(gradient_factor(seen.dq.narrow(1, begin, count), wanted.dq.narrow(1, begin, count), tolerance));
   }
   return found;
 }
@@ -95,13 +97,6 @@ double common_factor(const std::vector<std::vector<double>>& factors, const Case
   return common;
 }
 
-std::string meaning(double value, const Case& c) {
-  const auto ranks = static_cast<double>(c.cp_size);
-  if (std::abs(value - ranks) < 1e-2 * ranks) return cat(" (cp_size: summed over the ranks once too often)");
-  if (std::abs(value * ranks - 1) < 1e-2) return " (1 / cp_size: averaged over the ranks instead of summed)";
-  return "";
-}
-
 std::string factor_text(double value, const std::vector<std::string>& names, const Case& c) {
   const bool one = names.size() == 1;
   const std::string which = cat(one ? "the gradient of " : "the gradients of ", base::join(names));
@@ -133,22 +128,40 @@ Diagnosis of_contributions(const Case& c, const Contributions& found) {
     row.cp_size = 1;
     return row;
   }());
+  std::vector<std::pair<std::string, double>> factors;
+  for (const auto& [name, value] : {std::pair{"q", q}, {"k", k}, {"v", v}})
+    if (c.grad_of.find(name) != std::string::npos) factors.emplace_back(name, value);
+  return explain_factors(c, factors);
+}
+
+}  // namespace
+
+double gradient_factor(const at::Tensor& got, const at::Tensor& wanted, double tolerance) {
+  const double size = (wanted * wanted).sum().item<double>();
+  if (wanted.numel() == 0 || size < 1e-20) return 1;
+  const double c = (got * wanted).sum().item<double>() / size;
+  if (!std::isfinite(c)) return kNoFactor;
+  const double scale = std::max(1.0, wanted.abs().max().item<double>()) * std::max(1.0, std::abs(c));
+  const double error = (got - wanted * c).abs().max().item<double>();
+  if (!(error < tolerance * scale)) return kNoFactor;
+  return std::abs(c) < 1e-3 ? kNothing : c;
+}
+
+Diagnosis explain_factors(const Case& c, const std::vector<std::pair<std::string, double>>& factors) {
   // Those of one factor share a sentence.
   std::vector<std::pair<double, std::vector<std::string>>> groups;
-  for (const auto& [name, value] : {std::pair{"q", q}, {"k", k}, {"v", v}}) {
-    if (!std::isfinite(value) || std::abs(value - 1) < 1e-2 || c.grad_of.find(name) == std::string::npos) continue;
+  for (const auto& [name, value] : factors) {
+    if (!std::isfinite(value) || std::abs(value - 1) < 1e-2) continue;
     const auto same = [value = value](const auto& group) { return std::abs(group.first - value) < 1e-2; };
     auto group = std::find_if(groups.begin(), groups.end(), same);
     if (group == groups.end()) group = groups.insert(groups.end(), {value, {}});
-    group->second.emplace_back(name);
+    group->second.push_back(name);
   }
   if (groups.empty()) return std::nullopt;
   std::vector<std::string> sentences;
   for (const auto& [value, names] : groups) sentences.push_back(factor_text(value, names, c));
   return Finding{groups.front().first == kNothing ? "no_gradient" : "gradient_factor", base::join(sentences, "; "), {}};
 }
-
-}  // namespace
 
 Diagnosis explain_gradients(Examiner& examiner, const Case& c) {
   if (!c.backward) return std::nullopt;

@@ -214,6 +214,11 @@ RankAnswer answer_on_rank(const Question& question, const Target& target, const 
       answer.out = answer.lse = answer.text_out = answer.text_lse = at::Tensor();
       return answer;
     }
+    // torch's own way to say that a result is not differentiable. One that takes a gradient must use it.
+    if (mine.backward && mine.lse_grad && answer.lse.defined() && !answer.lse.requires_grad()) {
+      answer.outcome = Outcome::kDeclined;
+      answer.message = "lse carries no gradient: it does not require one";
+    }
     if (mine.backward) run_backward(question, call, group.rank(), answer);
     if (question.hold_result) answer.violation += change_by_next_call(call, target, used, answer.out);
     to_host(mine, answer);

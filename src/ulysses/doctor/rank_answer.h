@@ -41,6 +41,7 @@ enum class Outcome {
   kCrashed,   // the process ended
   kHung,      // no answer within the limit
   kReleased,  // waited for another rank until that one failed
+  kDeclined,  // returned, and its result says that it cannot do all that was asked; it kept nobody waiting
 };
 
 // What one rank answers, with its own rows only.

@@ -282,8 +282,9 @@ constexpr std::array kShapes = std::to_array<Shape>({
          set_heads(c, 4 * c.cp_size, 2 * c.cp_size);
        }},
       {Feature::kJointTokens, [](Case& c) { c.text_len = 6, c.mask = "full"; }},
-      {Feature::kJointSuffix, [](Case& c) { c.text_len = 6, c.text_suffix = true; }},
+      // Only a causal mask tells behind from in front.
       {Feature::kJointSuffix, [](Case& c) { c.text_len = 6, c.text_suffix = c.is_causal = true; }},
+      {Feature::kJointSuffix, [](Case& c) { c.text_len = 6, c.text_suffix = true; }},
       {Feature::kJointValidLens, [](Case& c) { c.text_len = 6, c.text_lens = {6, 2}; }},
       {Feature::kJointValidLens,
        [](Case& c) {

@@ -25,7 +25,7 @@ struct Meeting {
     at::set_num_threads(1);
     RankAnswer given = answer_on_rank(question, target, exchange::Group(world.group(rank)));
     // Ranks that wait for this one need not wait for the limit.
-    if (given.outcome != Outcome::kReturned) world.abort(rank, given.message);
+    if (given.outcome != Outcome::kReturned && given.outcome != Outcome::kDeclined) world.abort(rank, given.message);
     const std::lock_guard<std::mutex> lock(mutex);
     answers[static_cast<size_t>(rank)] = std::move(given);
     arrived[static_cast<size_t>(rank)] = true;

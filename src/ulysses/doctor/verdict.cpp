@@ -32,7 +32,7 @@ Outcome own_outcome(const RankAnswer& answer) {
 
 // Why the outcomes of the ranks leave nothing to compare; kOk if all returned.
 Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>& answers) {
-  std::vector<int64_t> raised, crashed, hung, released;
+  std::vector<int64_t> raised, crashed, hung, released, declined;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
     const auto r = static_cast<int64_t>(rank);
     const Outcome outcome = own_outcome(answers[rank]);
@@ -40,6 +40,7 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
     if (outcome == Outcome::kCrashed) crashed.push_back(r);
     if (outcome == Outcome::kHung) hung.push_back(r);
     if (outcome == Outcome::kReleased) released.push_back(r);
+    if (outcome == Outcome::kDeclined) declined.push_back(r);
   }
   Verdict verdict;
   const auto set = [&](VerdictKind kind, const std::vector<int64_t>& ranks, std::string message) {
@@ -72,6 +73,8 @@ Verdict outcome_verdict(const Question& question, const std::vector<RankAnswer>&
     set(clear ? VerdictKind::kRefused : VerdictKind::kUnclearMessage, raised, text(raised));
   } else if (!released.empty()) {
     set(VerdictKind::kCrashed, released, text(released));
+  } else if (declined.size() == answers.size()) {
+    set(VerdictKind::kRefused, declined, text(declined));
   }
   return verdict;
 }
