@@ -37,7 +37,7 @@ std::vector<Case> policy_and_length_cases() {
       {"CP005",
        CHANGE(s.policy.output_restore_dim = -3),
        "output_restore_dim=-3 is the sequence dimension of no qkv_format",
-       {{"output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd", CHANGE(s.policy.output_restore_dim = 1)}}},
+       {{"output_restore_dim=1", CHANGE(s.policy.output_restore_dim = 1)}}},
       {"CP005",
        CHANGE(s.qkv_format = "bhsd"),
        "output_restore_dim=1 is not the sequence dimension of qkv_format=\"bhsd\"",

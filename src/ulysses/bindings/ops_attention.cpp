@@ -10,6 +10,7 @@
 #include "ulysses/bindings/ops_call.h"
 #include "ulysses/exchange/token_rows.h"
 #include "ulysses/processors/attend_runs.h"
+#include "ulysses/processors/differentiable.h"
 #include "ulysses/processors/kernel_processor.h"
 #include "ulysses/processors/tensor_spec.h"
 
@@ -96,8 +97,7 @@ struct Saved {
   at::Tensor lengths;
 };
 
-// Zeros in place of a gradient that nobody asked for: whether a rank's loss uses lse is its own affair, and the
-// exchange is everybody's.
+// Zeros in place of a gradient that this rank's loss has no use for.
 kernels::KernelOutput grads_to_send(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
                                     const AttentionPlan& plan) {
   if (!plan.return_lse || (grad_lse && grad_lse->defined())) return {grad_out, grad_lse.value_or(at::Tensor())};
@@ -119,8 +119,8 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const std::optional
   local.out =
       strategy.backward_needs().local_out ? saved.local.out.transpose(0, 1) : strategy.local_rows(plan, saved.out);
 
-  kernels::KernelOutput grad = strategy.restore_backward(plan, grads_to_send(grad_out, grad_lse, plan), group);
-  if (grad.lse.defined() && !grad.lse.any().item<bool>()) grad.lse = at::Tensor();  // the kernel may stay the forward's
+  const kernels::KernelOutput grad =
+      processors::restore_backward(plan, strategy, grads_to_send(grad_out, grad_lse, plan), group);
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
   const processors::AttendWork todo =
       processors::attend_work(options, plan, std::move(work), std::move(mask), saved.extras.sinks, /*trains=*/true);

@@ -87,12 +87,19 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
     auto& data = context->saved_data;
     kernels::KernelOutput grad{or_zeros(grads[0], data["out"], data["like"].toTensor()), {}};
     if (movement->plan.return_lse) grad.lse = or_zeros(grads[1], data["lse"], data["like_lse"].toTensor());
-    grad = movement->strategy.restore_backward(movement->plan, grad, movement->group);
+    grad = restore_backward(movement->plan, movement->strategy, grad, movement->group);
     return {grad.out, grad.lse, {}};
   }
 };
 
 }  // namespace
+
+kernels::KernelOutput restore_backward(const AttentionPlan& plan, const Strategy& strategy,
+                                       const kernels::KernelOutput& grad, const exchange::Group& group) {
+  kernels::KernelOutput local = strategy.restore_backward(plan, grad, group);
+  if (local.lse.defined() && !local.lse.any().item<bool>()) local.lse = at::Tensor();
+  return local;
+}
 
 Qkv differentiable_exchange(const AttentionPlan& plan, const Strategy& strategy, const Qkv& shards,
                             const exchange::Group& group) {
