@@ -104,7 +104,8 @@ def run_call(
     joined = None
     if joint is not None:
         text_q, text_k, text_v = (to_bshd(text, qkv_format) for text in (joint.q, joint.k, joint.v))
-        joined = join(JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens), q, k, v)
+        texts = JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens)
+        joined = join(texts, q, k, v, has_mask=attn_mask is not None)
         q, k, v = joined.q, joined.k, joined.v
     mask_problem = ""
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):

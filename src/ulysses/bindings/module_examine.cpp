@@ -11,7 +11,9 @@
 #include "ulysses/bindings/module_report.h"
 #include "ulysses/contract/capability.h"
 #include "ulysses/doctor/examine.h"
+#include "ulysses/doctor/examiner.h"
 #include "ulysses/doctor/probes.h"
+#include "ulysses/processors/executed.h"
 
 namespace ulysses::bindings {
 namespace {
@@ -284,6 +286,14 @@ void bind_functions(py::module_& module) {
       ids.emplace(contract::to_string(feature), contract::capability(strategy, feature).id);
     return ids;
   });
+  module.def("record_executed", &processors::record_executed, py::arg("on"));
+  // (strategy, feature) -> (calls, calls that train) since record_executed(True).
+  module.def("executed", [] {
+    std::map<std::pair<std::string, std::string>, std::pair<int64_t, int64_t>> counts;
+    for (const auto& [cell, calls] : processors::executed())
+      counts[{cell.first, std::string(contract::to_string(cell.second))}] = {calls.all, calls.training};
+    return counts;
+  });
   module.def(
       "answer_on_rank",
       [](const Question& question, const py::function& function, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -299,6 +309,17 @@ void bind_functions(py::module_& module) {
       py::arg("question"), py::arg("function"), py::arg("group"));
   module.def("examine", &examine, py::arg("ranks"), py::arg("selection"), py::arg("probes") = true,
              py::arg("on_case") = py::none());
+  module.def(
+      "judge_case",  // its result alone: examine_case says why, too
+      [](doctor::Ranks& ranks, const Case& c) {
+        doctor::CaseResult result{c, {}, doctor::kNoFinding};
+        {
+          const py::gil_scoped_release no_gil;
+          result.verdict = doctor::Examiner(ranks).check(c);
+        }
+        return dict_of(result);
+      },
+      py::arg("ranks"), py::arg("case"));
   module.def(
       "examine_case",
       [](doctor::Ranks& ranks, const Case& c) {

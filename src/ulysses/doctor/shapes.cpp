@@ -294,9 +294,14 @@ constexpr std::array kShapes = std::to_array<Shape>({
        }},
       {Feature::kJointValidLens,
        [](Case& c) {
-         c.text_len = 6, c.text_lens = {4, 4};
+         c.text_len = 6, c.text_lens = {4, 4};  // one end: the tokens behind it can be cut off
          c.sinks = c.return_lse = true;
          set_uneven(c);
+       }},
+      {Feature::kJointValidLens,
+       [](Case& c) {
+         c.text_len = 6, c.text_lens = {4, 4};  // but not under a mask, which covers them
+         c.mask = "full";
        }},
       {Feature::kPackedSequences, [](Case& c) { c.num_documents = 2; }},
       {Feature::kDropout, [](Case& c) { c.dropout_p = 0.5; }},

@@ -6,6 +6,7 @@
 #include "ulysses/contract/fingerprint.h"
 #include "ulysses/exchange/agreement.h"
 #include "ulysses/kernels/kernel.h"
+#include "ulysses/processors/executed.h"
 #include "ulysses/processors/registry.h"
 #include "ulysses/processors/tensor_spec.h"
 
@@ -79,6 +80,7 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
   const auto mode = exchange::agreement_mode(spec.agreement).value_or(exchange::AgreementMode::kAuto);
   if (group.size() == 1 || (failed && mode == exchange::AgreementMode::kOff)) {
     base::raise_if_any(problems, spec.op, spec.cp_rank, spec.cp_size);
+    note_executed(spec, requires_grad_mask);
     return strategy::make_plan(spec, {});
   }
   const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
@@ -97,6 +99,7 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
     base::raise_if_any(contract::compare_fingerprints(agreement.texts), spec.op, spec.cp_rank, spec.cp_size);
   }
   base::raise_if_any(problems, spec.op, spec.cp_rank, spec.cp_size);
+  note_executed(spec, requires_grad_mask);
   return strategy::make_plan(spec, exchange_lengths ? agreement.numbers : std::vector<std::vector<int64_t>>{});
 }
 

@@ -1,5 +1,6 @@
 #include "ulysses/strategy/local_mask.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -111,7 +112,8 @@ at::Tensor grad_of_mask(const at::Tensor& mask, const at::Tensor& grad, const Lo
   at::Tensor place = four_dimensions(whole);
   if (place.size(1) > 1) place = place.narrow(1, work.q_head_begin, grad.size(1));
   if (place.size(2) > 1) place = place.narrow(2, local.q_begin, grad.size(2));
-  place.copy_(grad);
+  // Hidden joint keys differ from sequence to sequence, where the mask may be one for all of them.
+  place.copy_(at::sum_to(grad, place.sizes()));
   return whole;
 }
 
