@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ulysses_attention import UlyssesContextParallelPolicy, run_ranks, ulysses_attention
+from ulysses_attention import MaskLayout, UlyssesContextParallelPolicy, run_ranks, ulysses_attention
 
 POLICY_FIELDS = [field.name for field in dataclasses.fields(UlyssesContextParallelPolicy)]
 CALL_ARGUMENTS = list(inspect.signature(ulysses_attention).parameters)
@@ -89,6 +89,10 @@ def repairs(text: str, error_id: str) -> list[Arguments]:
     found: list[Arguments] = []
     for alternative in re.split(r",? or ", fix):
         values = re.findall(r'(?<![\w.])(\w+)=("[^"]*"|\([^)]*\)|None|True|False|-?[\d.]+(?<!\.))', alternative)
+        if "MaskLayout(" in alternative:
+            fields = dict(re.findall(r'\b(q|kv)="(\w+)"', alternative))
+            found.append({"mask_layout": MaskLayout(**fields)})
+            continue
         known = {name: ast.literal_eval(value) for name, value in values if name in CALL_ARGUMENTS + POLICY_FIELDS}
         if known:
             found.append(known)

@@ -80,6 +80,13 @@ def _joint_lines(joined: JoinedCall) -> str:
     return lines
 
 
+def _if_tensor(name: str, given: Any) -> tuple[torch.Tensor | None, str]:
+    """A tensor as it is. Anything else as a line that makes the core refuse it, on every rank and not on this alone."""
+    if given is None or isinstance(given, torch.Tensor):
+        return given, ""
+    return None, option_line(name, type(given).__name__)
+
+
 def to_bshd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """A view [B, S, H, D] of a tensor in another format, and back: both directions swap the same two dimensions."""
     dim = SEQUENCE_DIMS.get(qkv_format, 1)
@@ -99,20 +106,17 @@ def run_call(
 ) -> Any:
     """One call from the caller's format to the caller's format; `execute` does what lies between."""
     _check_type("joint", joint, JointTokens, "JointTokens(q, k, v) or None")
-    _check_type("sinks", sinks, torch.Tensor, "one float per query head, or None")
     q, k, v = (to_bshd(x, qkv_format) for x in tensors)
     joined = None
     if joint is not None:
-        text_q, text_k, text_v = (to_bshd(text, qkv_format) for text in (joint.q, joint.k, joint.v))
-        texts = JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens)
-        joined = join(texts, q, k, v, has_mask=attn_mask is not None)
+        text_q, text_k, text_v = (to_bshd(x, qkv_format) for x in (joint.q, joint.k, joint.v))
+        text = JointTokens(text_q, text_k, text_v, joint.position, joint.valid_lens)
+        joined = join(text, q, k, v, masked=attn_mask is not None)
         q, k, v = joined.q, joined.k, joined.v
-    mask_problem = ""
-    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-        mask_problem, attn_mask = f"attn_mask={_shown(attn_mask)} is not a tensor", None
-    request = make_request(
-        mask_problem=mask_problem, joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options
-    )
+    attn_mask, no_mask = _if_tensor("mask_type", attn_mask)
+    sinks, no_sinks = _if_tensor("sinks_type", sinks)
+    request = make_request(joined=joined, qkv_format=qkv_format, return_lse=return_lse, **options)
+    request = request._replace(config=request.config + no_mask + no_sinks)
     out, lse = execute(q, k, v, attn_mask, sinks, request)
     if joined is None:
         out = to_bshd(out, qkv_format)
@@ -131,7 +135,6 @@ def make_request(
     causal_alignment: str = "top_left",
     window: Any = None,
     softmax_scale: float | None = None,
-    mask_problem: str = "",
     mask_layout: MaskLayout | None = None,
     layout: SequenceLayout | None = None,
     kv_layout: SequenceLayout | None = None,
@@ -168,7 +171,6 @@ def make_request(
         ("causal_alignment", causal_alignment, "top_left"),
         ("outer", outer, "ring"),
         ("softcap", softcap, None),
-        ("mask_problem", mask_problem, ""),
         ("mask_q", None if mask_layout is None else mask_layout.q, None),
         ("mask_kv", None if mask_layout is None else mask_layout.kv, None),
         ("cp_size", cp_size, None),

@@ -81,21 +81,23 @@ def _problem(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return ""
 
 
-def join(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, has_mask: bool) -> JoinedCall:
+def join(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, masked: bool) -> JoinedCall:
     """Put joint tokens [B, T, H, D] beside q, k and v. Where they do not fit, the call says so to every rank: CP029.
 
-    has_mask: a mask covers all T of them, so that none may be cut off.
+    masked: the call has a mask, whose axes count all T tokens.
     """
     in_front = joint.position != "suffix"
     valid_lens = () if joint.valid_lens is None else tuple(int(length) for length in joint.valid_lens)
     problem = _problem(joint, q, k, v)
+    if not problem and joint.valid_lens is not None and not valid_lens:
+        problem = f"joint.valid_lens=[] for B={q.size(0)} sequences"
     if problem:
         return JoinedCall(q, k, v, 0, 0, joint.position, (), problem)
     total_len = joint.q.size(1)
     length = total_len
-    same_end = len(valid_lens) == q.size(0) and len(set(valid_lens)) == 1 and 0 <= valid_lens[0] <= total_len
-    if same_end and not has_mask:
-        length, valid_lens = valid_lens[0], ()  # cut, and no mask is needed
+    same = len(valid_lens) == q.size(0) and len(set(valid_lens)) == 1 and 0 <= valid_lens[0] <= total_len
+    if same and not masked:
+        length, valid_lens = valid_lens[0], ()  # the same end everywhere: cut, and no mask is needed
 
     def beside(text: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         text = text.narrow(1, 0, length)

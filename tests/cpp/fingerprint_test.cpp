@@ -122,7 +122,10 @@ TEST(CompareFingerprints, WhatMasksTextAndScoresAddIsCompared) {
       {"sinks", [](auto& s) { s.sinks->dtype = "bfloat16"; }},
       {"softcap", [](auto& s) { s.softcap = 30.000000000000004; }},
       {"joint.position", [](auto& s) { s.joint_position = "suffix"; }},
-      {"joint.valid_lens", [](auto& s) { s.joint_valid_lens = {1, 0}; }},
+      {"joint.valid_lens",
+       [](auto& s) {
+         s.joint_valid_lens = {1, 0};
+       }},
   };
   for (const auto& [name, change] : changes) {
     const auto problems = compare_fingerprints(group([&](AttentionSpec& spec, int64_t rank) {
@@ -151,7 +154,8 @@ TEST(CompareFingerprints, WhatOneRankAloneHasIsNamed) {
     ASSERT_FALSE(problems.empty()) << name;
     EXPECT_EQ(problems[0].id, "CP060");
     bool named = false;
-    for (const auto& problem : problems) named = named || problem.what.find(name + ": rank 0 has ") != std::string::npos;
+    for (const auto& problem : problems)
+      named = named || problem.what.find(name + ": rank 0 has ") != std::string::npos;
     EXPECT_TRUE(named) << name << ": " << problems[0].what;
   }
 }

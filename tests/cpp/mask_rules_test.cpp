@@ -22,6 +22,11 @@ constexpr const char* kKeyMask = "attn_mask of shape [2|1, 6|1, S_q|1, S_kv], or
 std::vector<Case> shape_cases() {
   return {
       {"CP027",
+       CHANGE(s.mask_type = "BlockMask"; s.mask_kv = "global"),
+       "attn_mask is a BlockMask, not a tensor",
+       {{kKeyMask, CHANGE(s.mask_type.clear(); s.attn_mask = mask({2, 3008}))},
+        {"; or attn_mask=None", CHANGE(s.mask_type.clear(); s.mask_kv.clear())}}},
+      {"CP027",
        CHANGE(s.attn_mask = mask({752})),
        "attn_mask has shape [752]",
        {{kKeyMask, CHANGE(s.attn_mask = mask({2, 3008}))}}},
@@ -215,8 +220,8 @@ TEST(MaskRules, AMaskIsNotJudgedByAnIllegalLayout) {
 
 TEST(MaskRules, LegalMasksOfEveryForm) {
   const std::vector<std::vector<int64_t>> shapes = {
-      {2, 3008},          {1, 3008},           {2, 752},        {2, 1, 1, 3008},    {1, 6, 1, 3008},
-      {2, 6, 3008, 3008}, {2, 6, 752, 3008},   {2, 1, 1, 752},  {1, 1, 3008, 3008}, {1, 6, 3008, 752},
+      {2, 3008},          {1, 3008},         {2, 752},       {2, 1, 1, 3008},    {1, 6, 1, 3008},
+      {2, 6, 3008, 3008}, {2, 6, 752, 3008}, {2, 1, 1, 752}, {1, 1, 3008, 3008}, {1, 6, 3008, 752},
   };
   for (const auto& shape : shapes) {
     AttentionSpec spec = legal();

@@ -25,7 +25,8 @@ TEST(OptionsText, EveryLineSetsItsField) {
   const AttentionOptions options = options_from_text(
       "strategy=allgather_kv\nkernel=math\nagreement=always\nqkv_format=sbhd\nkv_role=replicated\n"
       "causal_alignment=bottom_right\nouter=allgather_kv\ncp_size=4\ncp_rank=1\nkv_cp_rank=2\nrequested=window,"
-      "dropout\nsoftcap=30.5\nmask_q=local\nmask_kv=global\njoint_len=7\njoint_position=suffix\n"
+      "dropout\nsoftcap=30.5\nmask_q=local\nmask_kv=global\nmask_type=BlockMask\nsinks_type=list\njoint_len=7\njoint_"
+      "position=suffix\n"
       "joint_valid_lens=3,0\njoint_problem=joint.q is a=b\n");
   EXPECT_EQ(options.strategy, "allgather_kv");
   EXPECT_EQ(options.kernel, "math");
@@ -40,6 +41,8 @@ TEST(OptionsText, EveryLineSetsItsField) {
   EXPECT_EQ(options.softcap, 30.5);
   EXPECT_EQ(options.mask_q, "local");
   EXPECT_EQ(options.mask_kv, "global");
+  EXPECT_EQ(options.mask_type, "BlockMask");
+  EXPECT_EQ(options.sinks_type, "list");
   EXPECT_EQ(options.joint_len, 7);
   EXPECT_EQ(options.joint_position, "suffix");
   EXPECT_EQ(options.joint_valid_lens, (std::vector<int64_t>{3, 0}));

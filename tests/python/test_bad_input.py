@@ -80,22 +80,16 @@ REFUSALS = [
     _unsupported("CP032", "cuda_flash", "device=cpu", kernel="cuda_flash"),
     _bad("CP033", 'agreement="sometimes"', "auto, always, off", fixes=3, agreement="sometimes"),
     _bad("CP033", 'agreement="None"', fixes=3, agreement=None),
-    _bad("CP033", 'qkv_format="bsdh"', "bshd", fixes=1, qkv_format="bsdh"),
-    _bad("CP033", 'kv_role="shared"', "sharded", fixes=1, kv_role="shared"),
+    _bad("CP033", 'qkv_format="bsdh"', "bshd", fixes=3, qkv_format="bsdh"),
+    _bad("CP033", 'kv_role="shared"', "sharded", fixes=2, kv_role="shared"),
     _bad("CP033", 'causal_alignment="middle"', "top_left", fixes=1, causal_alignment="middle"),
     _bad("CP033", 'outer="mesh"', "ring", fixes=1, outer="mesh"),
-    _unsupported("CP040", "attn_mask", attn_mask=torch.zeros(8, 8)),
-    _unsupported("CP040", "attn_mask", mask_layout="global"),
     _unsupported("CP041", "window", window=(4, 4)),
     _unsupported("CP042", "dropout", dropout_p=0.1),
     _unsupported("CP042", "dropout", dropout_p=float("nan")),
     _unsupported("CP042", "dropout", dropout_seed=7),
-    _unsupported("CP043", "joint_tokens", joint=torch.zeros(1, 2, 4, 8)),
-    _unsupported("CP044", "replicated_kv", kv_role="replicated"),
     _unsupported("CP045", "packed_sequences", cu_seqlens_q=torch.tensor([0, 8])),
     _unsupported("CP045", "packed_sequences", cu_seqlens_kv=torch.tensor([0, 8])),
-    _unsupported("CP046", "qkv_format", qkv_format="bhsd"),
-    _unsupported("CP046", "qkv_format", qkv_format="sbhd"),
     _unsupported("CP047", "hybrid_degree", ulysses_degree=2),
     _unsupported("CP047", "hybrid_degree", outer="allgather_kv"),
     _unsupported("CP048", "bottom_right_causal", is_causal=True, causal_alignment="bottom_right"),
@@ -280,20 +274,6 @@ def test_cp033_and_cp049_order_of_a_layout() -> None:
     assert SequenceLayout(16, WORLD, order="contiguous").lengths == (8, 8)
 
 
-def test_cp044_kv_layout_is_the_other_way() -> None:
-    text = assert_refused(
-        outcomes(WORLD, lambda rank: arguments(kv_role="replicated")), NotImplementedError, "CP044", "kv_layout="
-    )
-    assert "plain local attention" in text
-    short = torch.randn(1, 3, 4, 8)
-    assert_accepted(
-        outcomes(
-            WORLD,
-            lambda rank: arguments(kv_role="sharded", k=short, v=short, kv_layout=SequenceLayout.from_lengths([3, 3])),
-        )
-    )
-
-
 class _Silent(UlyssesAttentionProcessor):
     """Declares nothing."""
 
@@ -350,7 +330,7 @@ def test_cp063_no_group() -> None:
     gone: list[str] = []
     run_ranks(lambda rank, group: gone.append(group.group_name), 1)
     with pytest.raises(ValueError) as dead:
-        torch.ops.ulysses.attention(*_qkv(), gone[0], 1, 0, (), (), (), (), False, None, False, "")
+        torch.ops.ulysses.attention(*_qkv(), None, None, gone[0], 1, 0, (), (), (), (), False, None, False, "")
     assert_text(str(dead.value), "CP063", gone[0])
 
 
@@ -358,10 +338,10 @@ def test_cp064_uneven_without_a_layout_cannot_be_traced() -> None:
     qkv = [x.to("meta") for x in _qkv()]
     config = UlyssesContextParallelPolicy(require_seq_divisible=False).text
     with pytest.raises(ValueError) as caught:
-        torch.ops.ulysses.attention(*qkv, "a group", 4, 0, (), (), (), (), False, None, False, config)
+        torch.ops.ulysses.attention(*qkv, None, None, "a group", 4, 0, (), (), (), (), False, None, False, config)
     assert_text(str(caught.value), "CP064", "require_seq_divisible=False", "layout=SequenceLayout(")
     lengths = (8, 7, 7, 7)
-    out, _ = torch.ops.ulysses.attention(*qkv, "a group", 4, 0, *[lengths] * 4, False, None, False, config)
+    out, _ = torch.ops.ulysses.attention(*qkv, None, None, "a group", 4, 0, *[lengths] * 4, False, None, False, config)
     assert out.shape == (1, 8, 4, 8)
 
 

@@ -52,7 +52,7 @@ def _mask_on_rank_3(rank: int, group: Any) -> list[tuple[str, float]]:
     layout = SequenceLayout(13, 4, UlyssesContextParallelPolicy(pad_multiple=4))
     assert layout.padded_lengths == (4, 4, 4, 4) and layout.lengths == (4, 4, 4, 1)
     call = arguments(rows=4, heads=20, layout=layout)
-    mask = {"attn_mask": torch.ones(4, 16, dtype=torch.bool)} if rank == 3 else {}
+    mask = {"attn_mask": torch.ones(1, 13, dtype=torch.bool)} if rank == 3 else {}
     first = _text_of(group, call | mask)
     ulysses_attention(cp_group=group, **call)
     return [first, _text_of(group, call | mask | {"agreement": "always"}), _text_of(group, call)]
@@ -64,8 +64,7 @@ def test_a_mask_on_the_padded_rank_alone_is_the_same_error_on_all(way: str, gloo
     ranks = run_ranks(_mask_on_rank_3, 4) if way == "threads" else gloo(4).run(_mask_on_rank_3, timeout_s=60.0)
     for first, later, without in ranks:
         for text, seconds in (first, later):
-            assert_text(text, "CP040", "attn_mask", "padding described by layout=")
-            assert "rank 3" in text or text.startswith("[ulysses_attention] attn_mask")  # rank 3 knows itself
+            assert_text(text, "CP060", "attn_mask.axes: rank 0 has nothing (so have ranks 1, 2), rank 3 has broadcast")
             assert seconds < SECONDS
         assert without[0] == ""
 
@@ -193,7 +192,9 @@ def test_another_torch_is_named_with_what_fits_and_nothing_else_is_needed() -> N
 def test_a_block_mask_is_refused_and_not_given_another_block_size() -> None:
     """Sharding a block mask replaced its block size by a fixed one that the GPU's kernel refused."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=32)
-    assert_refused(outcomes(2, lambda rank: arguments(attn_mask=mask)), NotImplementedError, "CP040", "attn_mask=None")
+    for of_ranks in ({0, 1}, {1}):  # which also holds where one rank alone has it
+        results = outcomes(2, lambda rank, some=of_ranks: arguments(attn_mask=mask if rank in some else None))
+        assert_refused(results, ValueError, "CP027", "attn_mask is a BlockMask, not a tensor", "attn_mask=None")
 
 
 @pytest.mark.parametrize("seq_len", [9, 10])

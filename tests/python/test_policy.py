@@ -158,13 +158,35 @@ def test_kv_must_be_global_false_is_refused() -> None:
     assert_fixes_work(WORLD, call, text, "CP004")
 
 
-@pytest.mark.parametrize("dim", [0, 2, -3])
-def test_output_restore_dim_other_than_the_sequence_is_refused(dim: int) -> None:
+FORMATS = {"bshd": 1, "bhsd": 2, "sbhd": 0}  # with the dimension of the sequence
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("qkv_format", FORMATS)
+def test_output_restore_dim_is_the_sequence_dimension_of_the_calls_format(qkv_format: str, dim: int) -> None:
+    def call(rank: int) -> Any:
+        return arguments(qkv_format=qkv_format, output_restore_dim=dim)
+
+    if dim == FORMATS[qkv_format]:
+        assert_accepted(outcomes(WORLD, call))
+        return
+    text = assert_refused(outcomes(WORLD, call), ValueError, "CP005", f"output_restore_dim={dim}", qkv_format)
+    assert f"Fix: output_restore_dim={FORMATS[qkv_format]}. [CP005]" in text
+    assert_fixes_work(WORLD, call, text, "CP005")
+
+
+@pytest.mark.parametrize("qkv_format", FORMATS)
+def test_a_call_without_a_policy_follows_its_format(qkv_format: str) -> None:
+    assert_accepted(outcomes(WORLD, lambda rank: arguments(qkv_format=qkv_format)))
+
+
+@pytest.mark.parametrize("dim", [3, -1, -3])
+def test_output_restore_dim_of_no_format_is_refused(dim: int) -> None:
     def call(rank: int) -> Any:
         return arguments(output_restore_dim=dim)
 
-    text = assert_refused(outcomes(WORLD, call), ValueError, "CP005", f"output_restore_dim={dim}", "bshd")
-    assert "Fix: output_restore_dim=1. [CP005]" in text
+    text = assert_refused(outcomes(WORLD, call), ValueError, "CP005", f"output_restore_dim={dim}")
+    assert "Fix: output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd. [CP005]" in text
     assert_fixes_work(WORLD, call, text, "CP005")
 
 
@@ -265,7 +287,8 @@ def test_cp007_in_the_operation() -> None:
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [({"policy": {}}, "UlyssesContextParallelPolicy"), ({"layout": (8,)}, "SequenceLayout"),
+    [({"policy": {}}, "UlyssesContextParallelPolicy"), ({"mask_layout": "global"}, "MaskLayout"),
+     ({"joint": torch.zeros(1, 2, 4, 8)}, "JointTokens"), ({"layout": (8,)}, "SequenceLayout"),
      ({"kv_layout": "8"}, "SequenceLayout")],
 )  # fmt: skip
 def test_a_value_of_another_type_is_a_type_error_that_names_it(options: dict[str, Any], wanted: str) -> None:

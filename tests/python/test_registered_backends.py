@@ -78,5 +78,6 @@ def test_the_scan_finds_a_planted_subclass_at_any_depth() -> None:
 
 @pytest.mark.parametrize("supports", ["is_causal", {"is_casual"}, ["need_lse", "window"]])
 def test_cp050_supports_must_name_fields_of_the_call(supports: Any) -> None:
-    with pytest.raises(ValueError, match=r"Fix: a set of is_causal, softmax_scale, q_positions, need_lse\. \[CP050\]"):
+    fields = "is_causal, softmax_scale, q_positions, need_lse, attn_mask, sinks, softcap"
+    with pytest.raises(ValueError, match=rf"Fix: a set of {fields}\. \[CP050\]"):
         type("Misspelt", (UlyssesAttentionProcessor,), {"supports": supports})

@@ -13,6 +13,7 @@ from oracle import oracle
 from refusals import arguments, assert_accepted, assert_refused, assert_text, change, outcomes, repairs
 from ulysses_attention import (
     _C,
+    JointTokens,
     SequenceLayout,
     UlyssesAttentionProcessor,
     UlyssesContextParallelPolicy,
@@ -230,6 +231,11 @@ def test_the_backend_in_the_guide_is_right() -> None:
 
 # --- the table is what the operation does ---------------------------------------------------------------------------
 
+
+def _text(**options: Any) -> JointTokens:
+    return JointTokens(*torch.ones(3, 1, 2, 4, 8), **options)
+
+
 RAGGED = SequenceLayout.from_lengths([9, 7])
 USES: dict[str, Any] = {  # a call on 2 ranks that uses the feature of each row
     "equal_shards": lambda rank: {},
@@ -251,12 +257,22 @@ USES: dict[str, Any] = {  # a call on 2 ranks that uses the feature of each row
     },
     "value_head_dim": lambda rank: {"v": torch.randn(1, 8, 4, 6)},
     "window": lambda rank: {"window": (2, 2)},
-    "attn_mask": lambda rank: {"attn_mask": torch.zeros(16, 16)},
-    "replicated_kv": lambda rank: {"kv_role": "replicated"},
-    "joint_tokens": lambda rank: {"joint": torch.zeros(1, 2, 4, 8)},
+    "attn_mask": lambda rank: {"attn_mask": torch.arange(16).view(1, 16) < 13},
+    "query_mask": lambda rank: {"attn_mask": torch.ones(1, 1, 16, 16, dtype=torch.bool).triu()},
+    "head_mask": lambda rank: {"attn_mask": torch.arange(4).view(1, 4, 1, 1) >= torch.arange(16) // 4},
+    "additive_mask": lambda rank: {"attn_mask": torch.randn(1, 1, 1, 16)},
+    "sharded_mask": lambda rank: {"attn_mask": torch.arange(8).view(1, 8) < 5},
+    "mask_gradient": lambda rank: {"attn_mask": torch.randn(1, 4, 16, 16).requires_grad_()},
+    "replicated_kv": lambda rank: {"kv_role": "replicated", **dict.fromkeys("kv", torch.randn(1, 5, 4, 8))},
+    "joint_tokens": lambda rank: {"joint": _text()},
+    "joint_suffix": lambda rank: {"joint": _text(position="suffix")},
+    "joint_valid_lens": lambda rank: {"joint": _text(valid_lens=[1])},
     "packed_sequences": lambda rank: {"cu_seqlens_q": torch.tensor([0, 16])},
     "dropout": lambda rank: {"dropout_p": 0.1},
     "qkv_format": lambda rank: {"qkv_format": "bhsd"},
+    "sinks": lambda rank: {"sinks": torch.zeros(4)},
+    "softcap": lambda rank: {"softcap": 5.0},
+    "lse_gradient": lambda rank: {"return_lse": True, "q": torch.randn(1, 8, 4, 8).requires_grad_()},
     "hybrid_degree": lambda rank: {"ulysses_degree": 2},
     "head_tail_order": lambda rank: {"order": "head_tail"},
 }

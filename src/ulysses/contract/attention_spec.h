@@ -45,8 +45,8 @@ struct AttentionOptions {
   bool return_lse = false;
   std::optional<double> softmax_scale;  // default 1 / sqrt(D)
   std::optional<double> softcap;        // softcap · tanh(scores / softcap)
-  std::string mask_problem;             // why the caller's mask is none
   std::string mask_q, mask_kv;          // declared axes of the mask: "local", "global", "broadcast"; "" = by size
+  std::string mask_type, sinks_type;    // what the caller passed as attn_mask or sinks, where it is no tensor
   // Joint tokens stand in q, k and v, in front of this rank's rows or behind them, equal on every rank.
   int64_t joint_len = 0;
   std::string joint_position = "prefix";

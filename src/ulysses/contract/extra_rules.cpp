@@ -1,5 +1,6 @@
 #include <array>
 #include <cmath>
+#include <tuple>
 
 #include "ulysses/base/text.h"
 #include "ulysses/contract/attention_facts.h"
@@ -17,7 +18,8 @@ CallProblems joint_rows_rule(const CallFacts& facts) {
   const AttentionSpec& spec = facts.spec;
   if (!spec.joint_problem.empty())
     return {invalid("CP029", spec.joint_problem, "Joint tokens have the batch, heads and head sizes of q, k and v",
-                    "JointTokens(q [B, T, H, D], k [B, T, H_kv, D], v [B, T, H_kv, D_v]) of one dtype and device")};
+                    "JointTokens(q [B, T, H, D], k [B, T, H_kv, D], v [B, T, H_kv, D_v]) of one dtype and device, with "
+                    "valid_lens=None or B numbers")};
   if (spec.joint_len == 0) return {};
   if (spec.joint_len < 0)
     return {invalid("CP029", cat("joint_len=", spec.joint_len, " is negative"), "", "joint_len=0 or more")};
@@ -60,10 +62,13 @@ CallProblems replicated_rule(const CallFacts& facts) {
 }
 
 CallProblems sinks_rule(const CallFacts& facts) {
-  const auto& sinks = facts.spec.sinks;
+  const auto& [spec, sinks] = std::tie(facts.spec, facts.spec.sinks);
+  if (!spec.sinks_type.empty())
+    return {invalid("CP034", cat("sinks is a ", spec.sinks_type, ", not a tensor"), "",
+                    "a floating tensor of shape [H], or sinks=None")};
   if (!sinks || !facts.q_is_4d) return {};
-  const bool legal = sinks->is_floating && sinks->sizes == std::vector<int64_t>{facts.num_heads} &&
-                     sinks->device == facts.spec.q.device;
+  const bool legal =
+      sinks->is_floating && sinks->sizes == std::vector<int64_t>{facts.num_heads} && sinks->device == spec.q.device;
   if (legal) return {};
   return {invalid("CP034",
                   cat("sinks has shape [", join(sinks->sizes), "], dtype=", sinks->dtype, ", device=", sinks->device),

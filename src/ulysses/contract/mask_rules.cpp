@@ -195,6 +195,13 @@ std::string first_axes_fix(const CallFacts& facts) {
              ", S_kv] for key padding");
 }
 
+CallProblems type_rule(const CallFacts& facts) {
+  if (facts.spec.mask_type.empty()) return {};
+  const std::string fix = facts.q_is_4d ? first_axes_fix(facts) : "attn_mask of shape [B|1, H|1, S_q|1, S_kv]";
+  return {invalid("CP027", cat("attn_mask is a ", facts.spec.mask_type, ", not a tensor"), "",
+                  cat(fix, "; or attn_mask=None"))};
+}
+
 CallProblems shape_rule(const CallFacts& facts) {
   const auto& mask = facts.spec.attn_mask;
   if (!mask || !facts.q_is_4d || !facts.k_is_4d) return {};
@@ -234,7 +241,7 @@ base::Problem both_local_problem(const CallFacts& facts, const AxisSizes& q, con
 CallProblems axes_rule(const CallFacts& facts) {
   if (!shape_is_readable(facts)) {
     const bool declared = !facts.spec.mask_q.empty() || !facts.spec.mask_kv.empty();
-    if (facts.spec.attn_mask || !declared) return {};
+    if (facts.spec.attn_mask || !facts.spec.mask_type.empty() || !declared) return {};
     return {invalid("CP028", "mask_layout is given and attn_mask is not", "", "mask_layout=None, or the attn_mask")};
   }
   const auto [q_sizes, kv_sizes, q, kv] = read_axes(facts);
@@ -251,12 +258,6 @@ CallProblems axes_rule(const CallFacts& facts) {
   return problems;
 }
 
-CallProblems mask_is_a_tensor_rule(const CallFacts& facts) {
-  if (facts.spec.mask_problem.empty()) return {};
-  return {invalid("CP027", facts.spec.mask_problem, "A mask is a tensor, bool or floating",
-                  "attn_mask=None, with is_causal=True for a causal mask, or a dense attn_mask")};
-}
-
 CallProblems mask_dtype_rule(const CallFacts& facts) {
   const auto& mask = facts.spec.attn_mask;
   if (!mask) return {};
@@ -271,7 +272,7 @@ CallProblems mask_dtype_rule(const CallFacts& facts) {
   return problems;
 }
 
-constexpr std::array<CallRule, 4> kRules = {mask_is_a_tensor_rule, shape_rule, axes_rule, mask_dtype_rule};
+constexpr std::array<CallRule, 4> kRules = {type_rule, shape_rule, axes_rule, mask_dtype_rule};
 
 }  // namespace
 

@@ -13,12 +13,13 @@ struct Entry {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
   uint32_t version = 0;
+  GatherKey key;
   at::Tensor gathered;
 
   bool is_of(const Group& other) const { return group._unsafe_get_target() == other.process_group().get(); }
-  bool holds(const at::Tensor& other, const Group& of) const {
+  bool holds(const at::Tensor& other, const GatherKey& other_key, const Group& of) const {
     return is_of(of) && !group.expired() && tensor._unsafe_get_target() == other.unsafeGetTensorImpl() &&
-           !tensor.expired() && version == static_cast<uint32_t>(other._version());
+           !tensor.expired() && version == static_cast<uint32_t>(other._version()) && key == other_key;
   }
 };
 
@@ -30,10 +31,10 @@ std::list<Entry>& entries() {
   return list;
 }
 
-std::list<Entry>::iterator find(const at::Tensor& tensor, const Group& group) {
+std::list<Entry>::iterator find(const at::Tensor& tensor, const GatherKey& key, const Group& group) {
   auto& list = entries();
   for (auto entry = list.begin(); entry != list.end(); ++entry)
-    if (entry->holds(tensor, group)) return entry;
+    if (entry->holds(tensor, key, group)) return entry;
   return list.end();
 }
 
@@ -57,18 +58,19 @@ void drop_the_oldest(const Group& group) {
 
 }  // namespace
 
-bool is_gathered(const at::Tensor& tensor, const Group& group) {
+bool is_gathered(const at::Tensor& tensor, const GatherKey& key, const Group& group) {
   if (tensor.is_inference()) return false;
   const std::lock_guard<std::mutex> lock(mutex);
-  return find(tensor, group) != entries().end();
+  return find(tensor, key, group) != entries().end();
 }
 
-at::Tensor gather_once(const at::Tensor& tensor, const Group& group, const std::function<at::Tensor()>& gather) {
+at::Tensor gather_once(const at::Tensor& tensor, const GatherKey& key, const Group& group,
+                       const std::function<at::Tensor()>& gather) {
   if (tensor.is_inference()) return gather();
   {
     const std::lock_guard<std::mutex> lock(mutex);
     forget_the_dead();
-    const auto found = find(tensor, group);
+    const auto found = find(tensor, key, group);
     if (found != entries().end()) {
       entries().splice(entries().begin(), entries(), found);
       return found->gathered;
@@ -76,7 +78,7 @@ at::Tensor gather_once(const at::Tensor& tensor, const Group& group, const std::
   }
   Entry entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group.process_group()),
               c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr()),
-              static_cast<uint32_t>(tensor._version()), gather()};
+              static_cast<uint32_t>(tensor._version()), key, gather()};
   const at::Tensor gathered = entry.gathered;
   const std::lock_guard<std::mutex> lock(mutex);
   entries().push_front(std::move(entry));

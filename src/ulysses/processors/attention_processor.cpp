@@ -75,9 +75,9 @@ AttentionResult UlyssesAttentionProcessor::restore(const AttentionPlan& plan, co
 
 AttentionTrace UlyssesAttentionProcessor::run(const Qkv& qkv, const CallTensors& extras, const Group& group,
                                               const contract::AttentionOptions& options, int64_t requires_grad_mask) {
-  const contract::AttentionSpec spec = describe(qkv, extras, group, options, *this, requires_grad_mask);
+  contract::AttentionSpec spec = describe(qkv, extras, group, options, *this, requires_grad_mask);
   const at::Device device = qkv.q.defined() ? qkv.q.device() : at::Device(at::kCPU);  // None: CP020, on every rank
-  const AttentionPlan plan = prepare(spec, *this, group, device, requires_grad_mask);
+  const AttentionPlan plan = prepare(spec, extras.attn_mask, *this, group, device, requires_grad_mask);
   const Strategy& strategy = strategy::strategy_for(spec.strategy, plan);
   LocalWork work = strategy.local_work(plan);
   strategy::LocalMask mask = strategy::local_mask(extras.attn_mask, plan, strategy, work, device, group);

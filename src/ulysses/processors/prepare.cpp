@@ -60,10 +60,7 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   spec.q = tensor_spec(qkv.q, (requires_grad_mask & 1) != 0);
   spec.k = tensor_spec(qkv.k, (requires_grad_mask & 2) != 0);
   spec.v = tensor_spec(qkv.v, (requires_grad_mask & 4) != 0);
-  if (extras.attn_mask.defined()) {
-    spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & 8) != 0);
-    spec.mask_is_gathered = strategy::mask_is_gathered(extras.attn_mask, group);
-  }
+  if (extras.attn_mask.defined()) spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & 8) != 0);
   if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & 16) != 0);
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
@@ -73,8 +70,9 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   return spec;
 }
 
-strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentionProcessor& backend, const Group& group,
-                                const at::Device& device, int64_t requires_grad_mask) {
+strategy::AttentionPlan prepare(AttentionSpec& spec, const at::Tensor& attn_mask,
+                                const UlyssesAttentionProcessor& backend, const Group& group, const at::Device& device,
+                                int64_t requires_grad_mask) {
   const std::vector<base::Problem> problems = all_problems(spec, backend, requires_grad_mask != 0);
   const bool failed = !problems.empty();
   const auto mode = exchange::agreement_mode(spec.agreement).value_or(exchange::AgreementMode::kAuto);
@@ -85,6 +83,11 @@ strategy::AttentionPlan prepare(const AttentionSpec& spec, const UlyssesAttentio
   }
   const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
   const auto rows = [](const contract::TensorSpec& tensor) { return tensor.sizes.size() > 1 ? tensor.sizes[1] : -1; };
+  if (spec.attn_mask && !failed && !exchange_lengths) {  // whose lengths are exchanged has no axis to gather: CP028
+    const strategy::AttentionPlan plan = strategy::make_plan(spec, {});
+    const strategy::Strategy& strategy = strategy::strategy_for(spec.strategy, plan);
+    spec.mask_is_gathered = strategy::mask_is_gathered(attn_mask, plan, strategy, group);
+  }
   exchange::AgreementRequest request;
   request.text = failed ? contract::failed_fingerprint(problems)
                         : contract::fingerprint_text(contract::fingerprint_fields(spec, requires_grad_mask));

@@ -10,7 +10,9 @@ contract::AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& ex
                                  int64_t requires_grad_mask);
 
 // Validates and compares with the other ranks; returns the plan, or raises the same error on every rank.
-strategy::AttentionPlan prepare(const contract::AttentionSpec& spec, const UlyssesAttentionProcessor& backend,
-                                const exchange::Group& group, const at::Device& device, int64_t requires_grad_mask);
+// Sets spec.mask_is_gathered, which the ranks must agree on.
+strategy::AttentionPlan prepare(contract::AttentionSpec& spec, const at::Tensor& attn_mask,
+                                const UlyssesAttentionProcessor& backend, const exchange::Group& group,
+                                const at::Device& device, int64_t requires_grad_mask);
 
 }  // namespace ulysses::processors

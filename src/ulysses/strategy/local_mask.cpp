@@ -26,10 +26,31 @@ at::Tensor gather_axis(const at::Tensor& mask, int64_t dim, const std::vector<in
   return exchange::gather_sequence(bytes, lengths, dim, group).view(mask.scalar_type());
 }
 
-at::Tensor gather(const at::Tensor& mask, const AttentionPlan& plan, bool queries_too, const Group& group) {
+// The axes that other ranks' part is needed of, with the lengths by which they are cut; an axis not gathered is empty.
+struct GatheredAxes {
+  std::vector<int64_t> q_lengths, kv_lengths;
+
+  bool any() const { return !q_lengths.empty() || !kv_lengths.empty(); }
+  exchange::GatherKey key() const {
+    exchange::GatherKey key = {static_cast<int64_t>(q_lengths.size())};
+    key.insert(key.end(), q_lengths.begin(), q_lengths.end());
+    key.insert(key.end(), kv_lengths.begin(), kv_lengths.end());
+    return key;
+  }
+};
+
+GatheredAxes gathered_axes(const AttentionPlan& plan, const Strategy& strategy) {
+  GatheredAxes axes;
+  if (plan.cp_size == 1) return axes;
+  if (plan.mask->q == MaskAxis::kLocal && strategy.attends_for_all()) axes.q_lengths = plan.lengths;
+  if (plan.mask->kv == MaskAxis::kLocal) axes.kv_lengths = plan.kv_lengths;
+  return axes;
+}
+
+at::Tensor gather(const at::Tensor& mask, const GatheredAxes& axes, const Group& group) {
   at::Tensor whole = four_dimensions(mask.detach());
-  if (plan.mask->kv == MaskAxis::kLocal) whole = gather_axis(whole, 3, plan.kv_lengths, group);
-  if (queries_too && plan.mask->q == MaskAxis::kLocal) whole = gather_axis(whole, 2, plan.lengths, group);
+  if (!axes.kv_lengths.empty()) whole = gather_axis(whole, 3, axes.kv_lengths, group);
+  if (!axes.q_lengths.empty()) whole = gather_axis(whole, 2, axes.q_lengths, group);
   return whole;
 }
 
@@ -55,13 +76,12 @@ at::Tensor hide_invalid_keys(const at::Tensor& mask, const at::Tensor& valid) {
 LocalMask part_of_mask(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy,
                        const LocalWork& work, const Group& group) {
   if (!mask.defined()) return {};
-  const bool local_rows = plan.mask->q == MaskAxis::kLocal;
-  const bool queries_too = strategy.attends_for_all() && local_rows;
+  const GatheredAxes axes = gathered_axes(plan, strategy);
   LocalMask local{four_dimensions(mask), 0};
-  if (plan.cp_size > 1 && (queries_too || plan.mask->kv == MaskAxis::kLocal))
-    local.mask = exchange::gather_once(mask, group, [&] { return gather(mask, plan, queries_too, group); });
+  if (axes.any())
+    local.mask = exchange::gather_once(mask, axes.key(), group, [&] { return gather(mask, axes, group); });
   if (plan.cp_size == 1 && plan.mask->kv == MaskAxis::kLocal) local.mask = local.mask.narrow(3, 0, plan.kv_length());
-  if (local_rows && !queries_too) {
+  if (plan.mask->q == MaskAxis::kLocal && axes.q_lengths.empty()) {
     local.mask = local.mask.narrow(2, 0, plan.length());
     local.q_begin = work.q_positions.back().begin;
   }
@@ -102,8 +122,9 @@ kernels::KernelOutput hide_invalid_rows(const kernels::KernelOutput& local, cons
   return result;
 }
 
-bool mask_is_gathered(const at::Tensor& mask, const Group& group) {
-  return mask.defined() && exchange::is_gathered(mask, group);
+bool mask_is_gathered(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy, const Group& group) {
+  const GatheredAxes axes = gathered_axes(plan, strategy);
+  return axes.any() && exchange::is_gathered(mask, axes.key(), group);
 }
 
 at::Tensor grad_of_mask(const at::Tensor& mask, const at::Tensor& grad, const LocalMask& local, const LocalWork& work) {

@@ -16,7 +16,7 @@ struct LocalMask {
 // A mask as the caller passed it ([B, S_kv] or 4-D, axes as plan.mask says) → a view of it, or of what is gathered
 // where an axis is local and other ranks' part is needed. Joint keys behind their valid length are hidden in it too.
 // Comm:    one gather for each such axis, of this rank's part; none if the same tensor, unchanged, was gathered over
-//          this group before (the last kMasksKept of a thread's ranks are remembered).
+//          this group by the same lengths before (exchange/gather_cache.h).
 LocalMask local_mask(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy, const LocalWork& work,
                      const at::Device& device, const exchange::Group& group);
 
@@ -26,7 +26,8 @@ kernels::KernelOutput hide_invalid_rows(const kernels::KernelOutput& local, cons
                                         const LocalWork& work);
 
 // Whether local_mask would gather nothing because it did so before. Ranks must agree on this: it decides a collective.
-bool mask_is_gathered(const at::Tensor& mask, const exchange::Group& group);
+bool mask_is_gathered(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy,
+                      const exchange::Group& group);
 
 // The gradient of a LocalMask's rows and heads → of the whole mask, zero elsewhere. Only for masks without local axes.
 at::Tensor grad_of_mask(const at::Tensor& mask, const at::Tensor& grad, const LocalMask& local, const LocalWork& work);
