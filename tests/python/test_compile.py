@@ -97,6 +97,7 @@ def test_cp064_lengths_that_only_the_call_would_know_are_refused_while_tracing(g
 
 def check_ops(rank: int, group: Any) -> list[dict[str, str]]:
     world, lengths = group.size(), list(SequenceLayout(17, group.size(), UNEVEN).lengths)
+    none = (None, None)  # attn_mask, sinks
     results = []
     for config in ("", "strategy=allgather_kv\n"):
         for real in ([], lengths):
@@ -105,13 +106,14 @@ def check_ops(rank: int, group: Any) -> list[dict[str, str]]:
             for return_lse in (False, True):
                 common = (group.group_name, world, rank, real, real, real, real, True, None, return_lse, config)
                 grad = tuple(x.clone().requires_grad_() for x in (q, k, v))
-                results.append(opcheck(torch.ops.ulysses.attention.default, (*grad, *common)))
-                results.append(opcheck(torch.ops.ulysses.attention_forward.default, (q, k, v, *common, 0)))
+                results.append(opcheck(torch.ops.ulysses.attention.default, (*grad, *none, *common)))
+                results.append(opcheck(torch.ops.ulysses.attention_forward.default, (q, k, v, *none, *common, 0)))
             common = (group.group_name, world, rank, real, real, real, real, True, None, False, config)
-            out, _, *saved = torch.ops.ulysses.attention_forward(q, k, v, *common, 7)
+            out, _, *saved = torch.ops.ulysses.attention_forward(q, k, v, *none, *common, 7)
             sizes = [1, rows, HEADS, HEAD_DIM, rows, KV_HEADS, HEAD_DIM]
-            arguments = (torch.randn_like(out), q, k, v, out, *saved, sizes, *common)
+            arguments = (torch.randn_like(out), None, q, k, v, *none, out, *saved, sizes, *common, 7)
             results.append(opcheck(torch.ops.ulysses.attention_backward.default, arguments))
+        results += check_ops_with_everything(rank, group, config)
     x = torch.randn(2, 8, 3, requires_grad=True)
     for grad_mode in ("sum", "slice"):
         arguments = (x, group.group_name, rank, [8] * world, 1, grad_mode)
@@ -119,12 +121,31 @@ def check_ops(rank: int, group: Any) -> list[dict[str, str]]:
     gathered = torch.randn(2, 8 * world, 3)
     arguments = (gathered, 8, group.group_name, rank, [8] * world, 1, "sum")
     results.append(opcheck(torch.ops.ulysses.gather_sequence_backward.default, arguments))
+    results.append(opcheck(torch.ops.ulysses.sum_grad.default, (x, group.group_name)))
+    results.append(opcheck(torch.ops.ulysses.sum_over_ranks.default, (gathered, group.group_name)))
     return results
+
+
+def check_ops_with_everything(rank: int, group: Any, config: str) -> list[dict[str, str]]:
+    """A float mask and sinks that ask for gradients, three joint tokens beside five rows, and a gradient of lse."""
+    world, rows, joint_len = group.size(), 5, 3
+    q, k, v = (torch.randn(1, rows + joint_len, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
+    extras = (torch.randn(1, 1, 1, joint_len + rows * world), torch.randn(HEADS))
+    config += f"joint_len={joint_len}\n"
+    common = (group.group_name, world, rank, (), (), (), (), False, None, True, config)
+    inputs = tuple(x.clone().requires_grad_() for x in (q, k, v, *extras))
+    out, lse, *saved = torch.ops.ulysses.attention_forward(q, k, v, *extras, *common, 31)
+    sizes = [1, rows + joint_len, HEADS, HEAD_DIM, rows + joint_len, KV_HEADS, HEAD_DIM]
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *extras, out, *saved, sizes, *common, 31)
+    return [
+        opcheck(torch.ops.ulysses.attention.default, (*inputs, *common)),
+        opcheck(torch.ops.ulysses.attention_backward.default, arguments),
+    ]
 
 
 def test_every_op_passes_every_opcheck_utility(gloo: Gloo) -> None:
     for results in gloo(2).run(check_ops):
-        assert len(results) == 2 * 2 * 5 + 3
+        assert len(results) == 2 * (2 * 5 + 2) + 5
         for result in results:
             assert set(result.values()) == {"SUCCESS"}, result
             assert len(result) == 4

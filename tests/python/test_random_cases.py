@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from backend_cases import TESTS
-from ulysses_attention import SequenceLayout, _C
+from ulysses_attention import _C, SequenceLayout
 from ulysses_attention.doctor import run
 from ulysses_attention.doctor.run import case_line, ranks_of
 from ulysses_attention.doctor.targets import strategies_of

@@ -12,8 +12,8 @@ strategy::Qkv differentiable_exchange(const strategy::AttentionPlan& plan, const
 AttentionResult differentiable_restore(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                                        const kernels::KernelOutput& local, const exchange::Group& group);
 
-// A strategy's restore_backward, with grad.lse undefined where every number of it is zero: whether a rank's loss uses lse
-// is its own affair, the exchange is everybody's, and behind it the kernel of the forward may stay.
+// A strategy's restore_backward, with grad.lse undefined where every number of it is zero: whether a rank's loss uses
+// lse is its own affair, the exchange is everybody's, and behind it the kernel of the forward may stay.
 kernels::KernelOutput restore_backward(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                                        const kernels::KernelOutput& grad, const exchange::Group& group);
 
