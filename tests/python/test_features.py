@@ -11,7 +11,7 @@ import pytest
 
 from conftest import REPOSITORY
 from ulysses_attention import _C, ulysses_attention
-from ulysses_attention.doctor.targets import as_target, keywords_of
+from ulysses_attention.doctor.targets import as_target, operation_keywords
 
 WORLDS = [2, 4]
 CELLS = [(strategy, feature) for strategy in _C.known_strategies() for feature in _C.capabilities(strategy)]
@@ -40,7 +40,7 @@ def assert_refused(case: Any, error_id: str) -> None:
         try:
             # Without the comparison across ranks, which sends a few bytes of its own.
             recorded = _C.record_group(group, recorder)
-            return ulysses_attention(q, k, v, recorded, agreement="off", **keywords_of(call))
+            return ulysses_attention(q, k, v, recorded, agreement="off", **operation_keywords(call))
         except Exception as error:
             refusals.append((group.rank(), str(error), recorder.records()))
             raise
@@ -54,7 +54,7 @@ def assert_refused(case: Any, error_id: str) -> None:
 @pytest.mark.parametrize(("strategy", "feature"), CELLS)
 def test_cell(strategy: str, feature: str) -> None:
     cases = cases_of(strategy, feature)
-    assert {case.cp_size for case in cases if case.backward} == set(WORLDS), f"{feature} needs a shape in cases.cpp"
+    assert {case.cp_size for case in cases if case.backward} == set(WORLDS), f"{feature} needs a shape in shapes.cpp"
     error_id = _C.capabilities(strategy)[feature]
     for case in cases:
         if error_id:

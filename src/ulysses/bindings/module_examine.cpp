@@ -9,6 +9,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
 #include "ulysses/bindings/module_report.h"
+#include "ulysses/bindings/ops_call.h"
 #include "ulysses/contract/capability.h"
 #include "ulysses/doctor/examine.h"
 #include "ulysses/doctor/examiner.h"
@@ -261,6 +262,35 @@ void bind_ranks(py::module_& module) {
            py::arg("function"), py::arg("group"), py::arg("answers"));
 }
 
+// What the tests of the doctor itself ask.
+void bind_checks(py::module_& module) {
+  module.def("options_of", [](const Case& c) { return dict_of(doctor::options_of(c)); });
+  // What the arguments of torch.ops.ulysses.attention behind its group say.
+  module.def("options_of_request",
+             [](const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
+                const std::vector<int64_t>& kv_lengths, const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
+                std::optional<double> softmax_scale, bool return_lse, const std::string& config) {
+               OpCall call;
+               call.lengths = c10::fromIntArrayRefSlow(lengths);
+               call.padded_lengths = c10::fromIntArrayRefSlow(padded_lengths);
+               call.kv_lengths = c10::fromIntArrayRefSlow(kv_lengths);
+               call.kv_padded_lengths = c10::fromIntArrayRefSlow(kv_padded_lengths);
+               call.is_causal = is_causal;
+               call.softmax_scale = softmax_scale;
+               call.return_lse = return_lse;
+               call.config = config;
+               return dict_of(call.options());
+             });
+  module.def("record_executed", &processors::record_executed, py::arg("on"));
+  // (strategy, feature) -> (calls, calls that train) since record_executed(True).
+  module.def("executed", [] {
+    std::map<std::pair<std::string, std::string>, std::pair<int64_t, int64_t>> counts;
+    for (const auto& [cell, calls] : processors::executed())
+      counts[{cell.first, std::string(contract::to_string(cell.second))}] = {calls.all, calls.training};
+    return counts;
+  });
+}
+
 void bind_functions(py::module_& module) {
   py::class_<doctor::CaseSelection>(module, "CaseSelection")
       .def(py::init<>())
@@ -285,14 +315,6 @@ void bind_functions(py::module_& module) {
     for (const contract::Feature feature : contract::all_features())
       ids.emplace(contract::to_string(feature), contract::capability(strategy, feature).id);
     return ids;
-  });
-  module.def("record_executed", &processors::record_executed, py::arg("on"));
-  // (strategy, feature) -> (calls, calls that train) since record_executed(True).
-  module.def("executed", [] {
-    std::map<std::pair<std::string, std::string>, std::pair<int64_t, int64_t>> counts;
-    for (const auto& [cell, calls] : processors::executed())
-      counts[{cell.first, std::string(contract::to_string(cell.second))}] = {calls.all, calls.training};
-    return counts;
   });
   module.def(
       "answer_on_rank",
@@ -342,6 +364,7 @@ void bind_examine(py::module_& module) {
   bind_data(module);
   bind_ranks(module);
   bind_functions(module);
+  bind_checks(module);
 }
 
 }  // namespace ulysses::bindings

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "ulysses/contract/capability.h"
 #include "ulysses/contract/checklist.h"
 
 namespace ulysses::bindings {
@@ -36,6 +37,36 @@ py::dict fields_of(const doctor::Case& c) {
     if (!value.equal(usual[index++])) fields[name] = value;
   });
   return fields;
+}
+
+py::dict dict_of(const contract::AttentionOptions& options) {
+  const auto lengths = [](const std::optional<contract::LayoutSpec>& layout) {
+    return layout ? py::object(py::make_tuple(layout->lengths, layout->padded_lengths)) : py::none();
+  };
+  const bool replicated = options.kv_role == "replicated";
+  std::vector<std::string> requested;
+  for (const contract::Feature feature : options.requested) requested.emplace_back(contract::to_string(feature));
+  py::dict entry;
+  entry["strategy"] = options.strategy;
+  entry["agreement"] = options.agreement;
+  entry["backend_name"] = options.policy.backend_name;
+  entry["output_restore_dim"] = options.policy.output_restore_dim;
+  entry["layout"] = lengths(options.layout);
+  entry["kv_layout"] = lengths(options.kv_layout || replicated ? options.kv_layout : options.layout);
+  entry["is_causal"] = options.is_causal;
+  entry["causal_alignment"] = options.causal_alignment;
+  entry["softmax_scale"] = options.softmax_scale;
+  entry["softcap"] = options.softcap;
+  entry["return_lse"] = options.return_lse;
+  entry["qkv_format"] = options.qkv_format;
+  entry["kv_role"] = options.kv_role;
+  entry["mask_layout"] = py::make_tuple(options.mask_q, options.mask_kv);
+  entry["joint_len"] = options.joint_len;
+  entry["joint_position"] = options.joint_position;
+  entry["joint_valid_lens"] = options.joint_valid_lens;
+  entry["joint_problem"] = options.joint_problem;
+  entry["requested"] = requested;
+  return entry;
 }
 
 py::dict dict_of(const doctor::CaseResult& result) {

@@ -157,11 +157,18 @@ register_backend("my_backend", MyBackend)
   says what is refused and what is wrong, in one sentence with the tokens, heads or ranks. `ulysses_conformance(MyBackend)`
   makes the same a test suite of yours. In a running job: `check_attention(fn, group)` on every rank.
 - The doctor takes a function too, `(q, k, v, group, **options)` → out or (out, lse). It hands over an option only where a
-  case asks for it, under the names of `ulysses_attention`: `is_causal`, `softmax_scale`, `return_lse`, `layout` and
-  `kv_layout` (shards that are not all equal, or padded), `causal_alignment`, `window=(left, right)`, `attn_mask` (bool
-  `[B, S_kv]`), `joint=(q, k, v)` of the text, `cu_seqlens_q`, `cu_seqlens_kv`, `dropout_p`, `kv_role`, `qkv_format`,
+  case asks for it, under the names of `ulysses_attention` and as plain values: `is_causal`, `softmax_scale`, `softcap`,
+  `sinks`, `return_lse`, `layout` and `kv_layout` (shards that are not all equal, or padded), `causal_alignment`,
+  `window=(left, right)`, `attn_mask`, `cu_seqlens_q`, `cu_seqlens_kv`, `dropout_p`, `kv_role`, `qkv_format`,
   `ulysses_degree`. A name that the signature lacks counts as refused. Code that calls torch.distributed's own functions
   needs processes: `--transport gloo` or `shm`, or `torchrun --no-python ulysses doctor …`.
+  `attn_mask` is `[B, S_kv]` or 4-D, bool or added to the scores, and whole on every rank; only where a case cuts one of its
+  axes the function gets the rank's part, padding rows included, and `mask_layout=(q, kv)` says which ("local").
+  `joint=(q, k, v)` is the text, the same on every rank, with `joint_position="suffix"` and `joint_valid_lens=(…)` where they
+  differ from the default; the function then returns (out, joint_out), with `return_lse` ((out, joint_out), (lse,
+  joint_lse)). joint_out must be complete on every rank, and the gradients of text, sinks, replicated keys and a mask are
+  summed over the ranks before they are compared. An lse that does not require a gradient counts as refused where a case
+  differentiates it.
 - Overriding the exchange is possible and explicit: `exchange(self, q, k, v, plan, group)` returns q, k and v as `attend()`
   gets them, `restore(self, out, lse, plan, group)` the local rows. Then K/V is proved by content (CP053), not by shape.
 - What `attend()` raises on one rank only, raises there. With `agreement="always"` every other rank raises too (CP067, with

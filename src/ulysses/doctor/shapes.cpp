@@ -252,6 +252,11 @@ constexpr std::array kShapes = std::to_array<Shape>({
          c.return_lse = c.lse_grad = true;
          set_heads(c, 6, 3);
        }},
+      {Feature::kMaskGradient,
+       [](Case& c) {
+         c.mask = "query", c.additive_mask = c.mask_grad = true;  // one mask for sequences whose text ends differently
+         c.text_len = 4, c.text_lens = {4, 1};
+       }},
       {Feature::kReplicatedKv, [](Case& c) { set_replicated(c, 3); }},
       {Feature::kReplicatedKv,
        [](Case& c) {

@@ -50,8 +50,9 @@ struct Observation {
 
 Observation assemble(const Question& question, std::vector<RankAnswer> answers);
 
-// Compares with one process in float64. Bounds: float64 1e-12, float32 1e-5, 16-bit one unit in the last place, each
-// times the largest reference value (at least 1), plus twice the error that one process makes in the case's dtype.
+// Compares with one process in float64. Bounds: float64 1e-12, float32 1e-5, 16-bit one unit in the last place, two for
+// gradients, which are made from an output that was rounded; each times the largest reference value (at least 1), plus
+// twice the error that one process makes in the case's dtype.
 Verdict judge(const Question& question, const Observation& observation);
 
 // Rows behind the real ones of a rank that are not zero, as those of out and of every gradient must be; "" if there are
