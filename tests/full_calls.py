@@ -12,7 +12,7 @@ import torch
 
 import ulysses_attention as ua
 from cells import UNEVEN, with_nan_behind
-from oracle import Numbers, max_error, tolerance
+from oracle import Numbers, max_error, one_thread, tolerance
 
 DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0}  # of the sequence, by qkv_format
 PARTIAL = ("dmask", "dsinks")  # summed over the ranks; the gradients of text and of replicated keys too
@@ -195,6 +195,7 @@ def _hide_text_rows(call: FullCall, out: torch.Tensor, lse: torch.Tensor) -> tup
 
 
 @functools.lru_cache(maxsize=512)
+@one_thread()
 def _expected(call: FullCall, world: int) -> Numbers:
     x = {name: y if y.dtype == torch.bool else y.double() for name, y in inputs(call).items()}
     names = ["q", "k", "v", *(("joint_q", "joint_k", "joint_v") if call.text_len else ())]

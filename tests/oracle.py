@@ -15,7 +15,7 @@ _CHUNK = 1 << 18  # scores held at a time: 2 MiB
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """On a busy machine, torch's threads wait for each other longer than these small products take."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def oracle_with_grads(
     return _in_chunks(q, k, v, grad_out, is_causal, softmax_scale)
 
 
-@_one_thread()
+@one_thread()
 def _in_chunks(
     q: torch.Tensor,
     k: torch.Tensor,
