@@ -264,6 +264,17 @@ void bind_ranks(py::module_& module) {
 
 // What the tests of the doctor itself ask.
 void bind_checks(py::module_& module) {
+  module.def(
+      "judge_case",  // its result alone: examine_case says why, too
+      [](doctor::Ranks& ranks, const Case& c) {
+        doctor::CaseResult result{c, {}, doctor::kNoFinding};
+        {
+          const py::gil_scoped_release no_gil;
+          result.verdict = doctor::Examiner(ranks).check(c);
+        }
+        return dict_of(result);
+      },
+      py::arg("ranks"), py::arg("case"));
   module.def("options_of", [](const Case& c) { return dict_of(doctor::options_of(c)); });
   // What the arguments of torch.ops.ulysses.attention behind its group say.
   module.def("options_of_request",
@@ -331,17 +342,6 @@ void bind_functions(py::module_& module) {
       py::arg("question"), py::arg("function"), py::arg("group"));
   module.def("examine", &examine, py::arg("ranks"), py::arg("selection"), py::arg("probes") = true,
              py::arg("on_case") = py::none());
-  module.def(
-      "judge_case",  // its result alone: examine_case says why, too
-      [](doctor::Ranks& ranks, const Case& c) {
-        doctor::CaseResult result{c, {}, doctor::kNoFinding};
-        {
-          const py::gil_scoped_release no_gil;
-          result.verdict = doctor::Examiner(ranks).check(c);
-        }
-        return dict_of(result);
-      },
-      py::arg("ranks"), py::arg("case"));
   module.def(
       "examine_case",
       [](doctor::Ranks& ranks, const Case& c) {
