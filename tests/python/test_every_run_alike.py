@@ -29,9 +29,7 @@ def test_twenty_runs(strategy: str, dtype: torch.dtype) -> None:
     calls = [FullCall(29, (6, 2), strategy=strategy, dtype=dtype, **options) for options in CALLS]
     if dtype == torch.bfloat16:  # a mask's own gradient is summed in its dtype by one rank, and that does for once
         calls = [call for call in calls if not call.mask.endswith(GRADIENT)]
-    first, *others = [
-        ua.run_ranks(lambda rank, group: run_fulls(rank, group, calls), 3) for _ in range(20)
-    ]
+    first, *others = [ua.run_ranks(lambda rank, group: run_fulls(rank, group, calls), 3) for _ in range(20)]
     for run in others:
         for rank, of_rank in enumerate(run):
             for call, numbers, wanted in zip(calls, of_rank, first[rank], strict=True):

@@ -102,7 +102,8 @@ def test_a_policy_of_ones_own_names_the_dimension_of_the_format(strategy: str, q
         for policy in policies:
             mine = (x[:, 4 * rank : 4 * rank + 4].transpose(1, dim) for x in normal(8, 4)[:3])
             try:
-                found.append(ua.ulysses_attention(*mine, group, policy=policy, strategy=strategy, qkv_format=qkv_format))
+                options = {"policy": policy, "strategy": strategy, "qkv_format": qkv_format}
+                found.append(ua.ulysses_attention(*mine, group, **options))
             except ValueError as error:
                 found.append(error)
         return found

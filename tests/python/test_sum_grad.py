@@ -95,7 +95,7 @@ def test_text_behind_it_gets_the_whole_gradient_on_every_rank(strategy: str, pos
     assert torch.equal(ranks[0][0], ranks[1][0])
 
     project = weight.double().requires_grad_()
-    numbers = joint_oracle(image, tuple(x.double() @ project.detach() for x in text[:3]) + (text[3],), position)
+    numbers = joint_oracle(image, (*(x.double() @ project.detach() for x in text[:3]), text[3]), position)
     tokens = [x.double() @ project for x in text[:3]]
     wanted = torch.autograd.grad(tokens, project, [numbers["joint_" + name] for name in ("dq", "dk", "dv")])[0]
     assert max_error(ranks[0][0], wanted) < 1e-5 * wanted.abs().max()
