@@ -12,7 +12,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache
 from torch.library import opcheck
 
-from ulysses_attention import SequenceLayout, UlyssesContextParallelPolicy, ulysses_attention
+from ulysses_attention import (
+    JointTokens,
+    MaskLayout,
+    SequenceLayout,
+    UlyssesContextParallelPolicy,
+    sum_grad,
+    ulysses_attention,
+)
 from ulysses_attention.launch import ProcessRanks
 
 pytestmark = pytest.mark.slow
@@ -95,25 +102,113 @@ def test_cp064_lengths_that_only_the_call_would_know_are_refused_while_tracing(g
         assert "pass layout=SequenceLayout" in text
 
 
+def extras_of(rank: int, group: Any, kind: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Options that hold tensors, and those of the tensors that ask for a gradient."""
+    g = torch.Generator().manual_seed(3)
+    layout = SequenceLayout(9, group.size(), UNEVEN)
+    text = [torch.randn(2, 5, h, HEAD_DIM, generator=g).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS)]
+    bias = torch.randn(1, HEADS, 9, 9, generator=g).requires_grad_()
+    rows = layout.shard(torch.rand(2, HEADS, 9, 9, generator=g) < 0.7, rank, dim=2)
+    sinks = torch.randn(HEADS, generator=g).requires_grad_()
+    return {
+        "mask": ({"attn_mask": bias}, [bias]),
+        "sharded mask": ({"attn_mask": rows, "mask_layout": MaskLayout("local", "global")}, []),
+        "joint": ({"joint": JointTokens(*text)}, text),
+        "joint suffix": ({"joint": JointTokens(*text, position="suffix", valid_lens=(5, 2)), "is_causal": True}, text),
+        "sinks": ({"sinks": sinks, "softcap": 4.0}, [sinks]),
+        "lse": ({"return_lse": True}, []),
+        "bhsd": ({"qkv_format": "bhsd"}, []),
+        "replicated": ({"kv_role": "replicated"}, []),
+    }[kind]  # type: ignore[return-value]
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """Every tensor of a result, pairs of pairs included."""
+    return [result] if isinstance(result, torch.Tensor) else [x for part in result for x in flat(part)]
+
+
+def compare_extras(rank: int, group: Any, kind: str, strategy: str) -> tuple[float, int]:
+    """The compiled call against the eager one: the largest difference of outputs and gradients, and compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layout = SequenceLayout(9, group.size(), UNEVEN)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
+        return ulysses_attention(q, k, v, group, strategy=strategy, layout=layout, **options)
+
+    found = []
+    for fn in (call, torch.compile(call, fullgraph=True, backend=counter)):
+        options, leaves = extras_of(rank, group, kind)
+        inputs = shards(layout, rank)
+        if kind == "bhsd":
+            inputs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+        if kind == "replicated":  # as many on every rank
+            inputs[1:] = [x.detach()[:, :4].clone().requires_grad_() for x in inputs[1:]]
+        for _ in range(2):
+            outs = flat(fn(*inputs, options))
+            grads = torch.autograd.grad(outs, inputs + leaves, [torch.ones_like(x) for x in outs])
+        found.append([x.detach() for x in outs] + list(grads))
+    pairs = list(zip(*found, strict=True))
+    return max((a - b).nan_to_num(nan=0.0).abs().max().item() for a, b in pairs), counter.frame_count
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv"])
+@pytest.mark.parametrize(
+    "kind", ["mask", "sharded mask", "joint", "joint suffix", "sinks", "lse", "bhsd", "replicated"]
+)
+def test_masks_text_and_scores_compile_to_one_graph(gloo: Gloo, kind: str, strategy: str) -> None:
+    for error, count in gloo(2).run(compare_extras, kind, strategy):
+        assert error == 0.0 and count == 1
+
+
+def summed(rank: int, group: Any) -> torch.Tensor:
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: sum_grad(x * 2, group) * (rank + 1), fullgraph=True, backend="aot_eager")
+    x = torch.ones(3, requires_grad=True)
+    return torch.autograd.grad(call(x).sum(), x)[0]
+
+
+def test_sum_grad_compiles(gloo: Gloo) -> None:
+    for grad in gloo(2).run(summed):
+        assert torch.equal(grad, torch.full((3,), 2.0 * (1 + 2)))
+
+
+Extras = tuple[torch.Tensor | None, torch.Tensor | None]  # attn_mask, sinks
+
+
+def check_attention_ops(
+    group: Any, rank: int, lengths: list[int], extras: Extras, config: str, return_lse: bool
+) -> list[dict[str, str]]:
+    """attention, attention_forward and attention_backward with everything that the extras ask of them."""
+    mask, sinks = extras
+    rows = lengths[rank] if lengths else 8
+    q, k, v = (torch.randn(1, rows, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
+    common = (group.group_name, group.size(), rank, *[lengths] * 4, True, None, return_lse, config)
+    leaves = [x if x is None else x.clone().requires_grad_(x.is_floating_point()) for x in (q, k, v, mask, sinks)]
+    results = [
+        opcheck(torch.ops.ulysses.attention.default, (*leaves, *common)),
+        opcheck(torch.ops.ulysses.attention_forward.default, (q, k, v, mask, sinks, *common, 0)),
+    ]
+    bits = 7 + 8 * (mask is not None and mask.is_floating_point()) + 16 * (sinks is not None)
+    out, lse, *saved = torch.ops.ulysses.attention_forward(q, k, v, mask, sinks, *common, bits)
+    sizes = [1, rows, HEADS, HEAD_DIM, rows, KV_HEADS, HEAD_DIM]
+    grad_lse = torch.randn_like(lse) if return_lse else None
+    arguments = (torch.randn_like(out), grad_lse, q, k, v, mask, sinks, out, *saved, sizes, *common, bits)
+    return [*results, opcheck(torch.ops.ulysses.attention_backward.default, arguments)]
+
+
 def check_ops(rank: int, group: Any) -> list[dict[str, str]]:
     world, lengths = group.size(), list(SequenceLayout(17, group.size(), UNEVEN).lengths)
-    none = (None, None)  # attn_mask, sinks
     results = []
     for config in ("", "strategy=allgather_kv\n"):
-        for real in ([], lengths):
-            rows = real[rank] if real else 8
-            q, k, v = (torch.randn(1, rows, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
-            for return_lse in (False, True):
-                common = (group.group_name, world, rank, real, real, real, real, True, None, return_lse, config)
-                grad = tuple(x.clone().requires_grad_() for x in (q, k, v))
-                results.append(opcheck(torch.ops.ulysses.attention.default, (*grad, *none, *common)))
-                results.append(opcheck(torch.ops.ulysses.attention_forward.default, (q, k, v, *none, *common, 0)))
-            common = (group.group_name, world, rank, real, real, real, real, True, None, False, config)
-            out, _, *saved = torch.ops.ulysses.attention_forward(q, k, v, *none, *common, 7)
-            sizes = [1, rows, HEADS, HEAD_DIM, rows, KV_HEADS, HEAD_DIM]
-            arguments = (torch.randn_like(out), None, q, k, v, *none, out, *saved, sizes, *common, 7)
-            results.append(opcheck(torch.ops.ulysses.attention_backward.default, arguments))
-        results += check_ops_with_everything(rank, group, config)
+        for real, total in (([], 8 * world), (lengths, 17)):
+            for extras in ((None, None), (torch.randn(1, HEADS, total, total), torch.randn(HEADS))):
+                for return_lse in (False, True):
+                    results += check_attention_ops(group, rank, real, extras, config, return_lse)
+    keys = torch.rand(1, 8) < 0.7
+    results += check_attention_ops(group, rank, [], (keys, None), "mask_kv=local\nsoftcap=3.0\n", False)
+    results += check_attention_ops(group, rank, [], (None, None), "joint_len=3\njoint_position=suffix\n", True)
+    results += check_attention_ops(group, rank, [], (None, None), "kv_role=replicated\n", True)
     x = torch.randn(2, 8, 3, requires_grad=True)
     for grad_mode in ("sum", "slice"):
         arguments = (x, group.group_name, rank, [8] * world, 1, grad_mode)
@@ -126,26 +221,9 @@ def check_ops(rank: int, group: Any) -> list[dict[str, str]]:
     return results
 
 
-def check_ops_with_everything(rank: int, group: Any, config: str) -> list[dict[str, str]]:
-    """A float mask and sinks that ask for gradients, three joint tokens beside five rows, and a gradient of lse."""
-    world, rows, joint_len = group.size(), 5, 3
-    q, k, v = (torch.randn(1, rows + joint_len, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
-    extras = (torch.randn(1, 1, 1, joint_len + rows * world), torch.randn(HEADS))
-    config += f"joint_len={joint_len}\n"
-    common = (group.group_name, world, rank, (), (), (), (), False, None, True, config)
-    inputs = tuple(x.clone().requires_grad_() for x in (q, k, v, *extras))
-    out, lse, *saved = torch.ops.ulysses.attention_forward(q, k, v, *extras, *common, 31)
-    sizes = [1, rows + joint_len, HEADS, HEAD_DIM, rows + joint_len, KV_HEADS, HEAD_DIM]
-    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, *extras, out, *saved, sizes, *common, 31)
-    return [
-        opcheck(torch.ops.ulysses.attention.default, (*inputs, *common)),
-        opcheck(torch.ops.ulysses.attention_backward.default, arguments),
-    ]
-
-
 def test_every_op_passes_every_opcheck_utility(gloo: Gloo) -> None:
-    for results in gloo(2).run(check_ops):
-        assert len(results) == 2 * (2 * 5 + 2) + 5
+    for results in gloo(2).run(check_ops, timeout_s=600.0):
+        assert len(results) == (2 * 2 * 2 * 2 + 3) * 3 + 5
         for result in results:
             assert set(result.values()) == {"SUCCESS"}, result
             assert len(result) == 4
