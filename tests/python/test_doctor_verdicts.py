@@ -147,7 +147,7 @@ def test_code_that_needs_processes_is_told_so_on_threads() -> None:
         return RIGHT(q, k, v, group) * dist.get_world_size()
 
     (case,) = _ask(attend, "equal_shards/*/float32/*")["cases"][:1]
-    assert case["message"].endswith("these ranks are threads. Fix: --transport gloo")
+    assert case["message"].endswith("these ranks are threads. Fix: --transport gloo, or shm")
 
 
 def test_the_callers_threads_are_as_before() -> None:
