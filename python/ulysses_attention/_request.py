@@ -90,7 +90,7 @@ def _if_tensor(name: str, given: Any) -> tuple[torch.Tensor | None, str]:
 def to_bshd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """A view [B, S, H, D] of a tensor in another format, and back: both directions swap the same two dimensions."""
     dim = SEQUENCE_DIMS.get(qkv_format, 1)
-    return x if dim == 1 or x.dim() != 4 else x.transpose(1, dim)
+    return x if dim == 1 or not isinstance(x, torch.Tensor) or x.dim() != 4 else x.transpose(1, dim)
 
 
 def run_call(

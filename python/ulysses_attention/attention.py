@@ -64,9 +64,10 @@ def ulysses_attention(
     Dtype:  any float; lse float32 (float64 for float64), differentiable. Under autocast q, k and v are cast as torch's
             attention does.
     Comm:   every rank of the group must call it. strategy="ulysses": two collectives (three if q and k/v are sharded
-            differently); "allgather_kv": one; as many in backward. A group of one: none. First call with new options:
-            one small collective in which the ranks compare them (agreement="always": every call, and one more in which
-            they say how the local attention ended; "off": never).
+            differently); "allgather_kv": one, with joint tokens two; as many in backward. Replicated keys, or a group of
+            one: none. A mask's local axis: one more, the first time. On the first call with new options, over threads
+            or shared memory on every call, one small collective in which the ranks compare them (agreement="always":
+            every call, and one more in which they say how the local attention ended; "off": never).
     layout, kv_layout: which rank holds which tokens; needed for shards of different length and for padded shards.
     attn_mask: bool (True = visible) or floating (added to the scaled scores), [B, S_kv] or [B|1, H|1, S_q|1, S_kv];
             see MaskLayout for what its axes stand for. A query that sees no key: out 0, lse −inf, zero gradients.

@@ -69,6 +69,9 @@ class JoinedCall(NamedTuple):
 
 def _problem(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """What keeps the joint tokens from standing beside q, k and v. All [B, S, H, D]."""
+    for name, given in (("joint.q", joint.q), ("joint.k", joint.k), ("joint.v", joint.v), ("q", q), ("k", k), ("v", v)):
+        if not isinstance(given, torch.Tensor):
+            return f"{name} is a {type(given).__name__}, not a tensor"
     tokens = joint.q.size(1) if joint.q.dim() > 1 else -1
     for name, text, x in (("q", joint.q, q), ("k", joint.k, k), ("v", joint.v, v)):
         if text.dim() != 4 or x.dim() != 4:

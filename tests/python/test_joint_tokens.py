@@ -156,3 +156,24 @@ def test_what_is_sent(strategy: str) -> None:
             share = (3, 2)
             rank = 0 if sizes[0][1] == share[0] * row else 1
             assert sizes == [[2 * 4 * row, share[rank] * row], [share[1 - rank] * row, 2 * 4 * row]]
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv"])
+@pytest.mark.parametrize("position", ["prefix", "suffix"])
+def test_lengths_that_the_ranks_tell_each_other_leave_the_text_out(position: str, strategy: str) -> None:
+    """Two text tokens with v = 1 beside nine image tokens with v = 0, without a layout: every mean is 2 / 11."""
+    policy = ua.UlyssesContextParallelPolicy(require_seq_divisible=False)
+
+    def call(rank: int, group: Any) -> list[torch.Tensor]:
+        zeros = torch.zeros(1, (5, 4)[rank], 4, 8)
+        image = [zeros.clone().requires_grad_() for _ in range(3)]
+        text = ua.JointTokens(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), torch.ones(1, 2, 4, 8), position)
+        outs = ua.ulysses_attention(*image, group, policy=policy, strategy=strategy, joint=text)
+        outs[0].sum().backward()
+        return [out.detach() for out in outs] + [image[2].grad]
+
+    for rank, (out, text_out, dv) in enumerate(ua.run_ranks(call, 2)):
+        assert out.shape == (1, (5, 4)[rank], 4, 8) and text_out.shape == (1, 2, 4, 8)
+        for value in (out, text_out):
+            torch.testing.assert_close(value, torch.full_like(value, 2 / 11))
+        torch.testing.assert_close(dv, torch.full_like(dv, 9 / 11))

@@ -50,7 +50,8 @@ using AttentionForwardResult =
 using AttentionForward = AttentionForwardResult(ULYSSES_INPUT_PARAMETERS, ULYSSES_CALL_PARAMETERS, int64_t);
 
 // q, k, v are read only where the strategy keeps shards; else they may be empty. sizes: [B, rows, H, D, kv_rows, H_kv,
-// D_v], joint rows included. grad_lse: None where nobody used lse. dmask and dsinks are empty unless asked for.
+// D_v], joint rows included. grad_lse: None where nobody used lse. dmask is empty unless asked for, dsinks without
+// sinks.
 inline constexpr const char* kAttentionBackwardSchema =
     "attention_backward(Tensor grad_out, Tensor? grad_lse, " ULYSSES_INPUT_SCHEMA
     ", Tensor out, Tensor saved_q, Tensor saved_kv, Tensor saved_out, Tensor saved_lse, Tensor saved_lengths, "

@@ -31,9 +31,9 @@ using CallRule = CallProblems (*)(const CallFacts&);
 // The rules by subject; check_attention runs all of them and sorts what they report by id.
 std::span<const CallRule> sequence_rules();  // CP002–CP015
 std::span<const CallRule> tensor_rules();    // CP020–CP024
-std::span<const CallRule> mask_rules();      // CP022, CP027, CP028, CP040
+std::span<const CallRule> mask_rules();      // CP022, CP027, CP028, CP033, CP040
 std::span<const CallRule> extra_rules();     // CP029, CP034, CP043, CP044
-std::span<const CallRule> option_rules();    // CP001, CP025–CP050
+std::span<const CallRule> option_rules();    // CP001, CP005, CP025–CP050
 
 // The problems of a layout's lists, whatever the call: CP012.
 std::optional<base::Problem> check_layout_lists(std::string_view name, const LayoutSpec& layout);

@@ -73,7 +73,8 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
      "every kernel refuses this device, dtype or head size; the message has each reason",
      "change what the reasons name; `kernel=\"math\"` takes the most"},
     {"CP033", kInvalid, "unknown word",
-     "agreement, qkv_format, kv_role, causal_alignment, outer, a layout's order or a transport",
+     "agreement, qkv_format, kv_role, joint.position, mask_layout, causal_alignment, outer, a layout's order or a "
+     "transport",
      "one of the words in the message"},
     {"CP034", kInvalid, "sinks or softcap", "sinks are not one float per query head, or softcap is not positive",
      "the shape or number in the message"},

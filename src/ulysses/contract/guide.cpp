@@ -243,7 +243,7 @@ shared memory) and, over any other process group, on the first use of each signa
 any transport, and once more how `attend()` ended on each rank (CP067); `"off"` trusts.
 
 - What "auto" cannot see over such a process group: a rank that later leaves the agreed signature, for example by another
-  `requires_grad`. With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
+  `requires_grad`, or by writing to a sharded mask on this rank alone (it is then gathered again). With other sizes Gloo kills the process and NCCL waits for its timeout; with equal sizes (causal against not causal, both agreed before)
   numbers may be wrong. Rerun with `agreement="always"`, or with `ULYSSES_AGREEMENT=always` in the environment.
 - A wrong `cp_group` of the right size is noticed only through a layout with `cp_rank` set (CP015 on every rank). Without
   it that cannot be seen.

@@ -13,9 +13,8 @@ namespace ulysses::processors {
 //          tokens stand beside the rank's rows in q, k and v, and in out and lse.
 // Dtype:   any float, equal for q, k and v; lse float32 (float64 for float64), differentiable. Autocast does not
 //          reach this call: cast before it.
-// Comm:    every rank of the group must call it, and its backward. ulysses: two collectives forward and two backward
-//          (three where q and k/v are sharded differently); allgather_kv: one and one; one more, small, where ranks
-//          compare or exchange lengths, and one after attend() under agreement="always". A group of one: none.
+// Comm:    every rank of the group must call it, and its backward; the collectives are those of
+//          UlyssesAttentionProcessor::forward.
 // Errors:  base::Error with an id of docs/errors.md, the same on every rank: CP001–CP050 (the call), CP053 (an
 //          overridden exchange), CP060, CP062 (the group), CP065 (a second derivative), CP066 (graph capture). CP052
 //          (the result of attend() or of an overridden restore) is raised on the rank whose result is wrong, as is what

@@ -49,11 +49,13 @@ class UlyssesAttentionProcessor {
   // Shapes:  q [B, S_local, H, D], k [B, S_local, H_kv, D], v [B, S_local, H_kv, D_v] → out [B, S_local, H, D_v],
   //          lse [B, H, S_local], natural log, −inf for padding rows
   // Dtype:   any float; lse float32 (float64 for float64), differentiable.
-  // Gradients of what every rank holds alike (joint tokens, replicated K/V, sinks, masks) are partial: their sum over
-  // the ranks is the gradient. Comm:    every rank of the group must call it. ulysses: two collectives (three if q and
-  // k/v are sharded
-  //          differently), allgather_kv: one; as many in backward. One more, small, where ranks compare or exchange
-  //          lengths, and one after attend() under agreement="always". A group of one: none.
+  // Gradients: of what every rank holds alike (joint tokens, replicated K/V, sinks, masks) partial; summed over the
+  //          ranks they are the gradient.
+  // Comm:    every rank of the group must call it. ulysses: two collectives (three if q and k/v are sharded
+  //          differently); allgather_kv: one, with joint tokens two; as many in backward (allgather_kv with joint
+  //          tokens and lse: three). Replicated K/V, or a group of one: none. A mask's local axis: one more, the first
+  //          time. One more, small, where ranks compare or exchange lengths, and one after attend() under
+  //          agreement="always".
   // Errors:  every id that docs/errors.md lists up to CP062, and CP067.
   AttentionResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const exchange::Group& group,
                           const contract::AttentionOptions& options, const CallTensors& extras = {});

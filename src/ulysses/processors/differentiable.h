@@ -14,6 +14,7 @@ AttentionResult differentiable_restore(const strategy::AttentionPlan& plan, cons
 
 // A strategy's restore_backward, with grad.lse undefined where every number of it is zero: whether a rank's loss uses
 // lse is its own affair, the exchange is everybody's, and behind it the kernel of the forward may stay.
+// Reads one number from the device where plan.return_lse: such a backward cannot be captured in a CUDA graph.
 kernels::KernelOutput restore_backward(const strategy::AttentionPlan& plan, const strategy::Strategy& strategy,
                                        const kernels::KernelOutput& grad, const exchange::Group& group);
 

@@ -57,11 +57,11 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   AttentionSpec spec;
   static_cast<contract::AttentionOptions&>(spec) = options;
   if (!spec.kv_layout && spec.kv_role != "replicated") spec.kv_layout = spec.layout;
-  spec.q = tensor_spec(qkv.q, (requires_grad_mask & 1) != 0);
-  spec.k = tensor_spec(qkv.k, (requires_grad_mask & 2) != 0);
-  spec.v = tensor_spec(qkv.v, (requires_grad_mask & 4) != 0);
-  if (extras.attn_mask.defined()) spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & 8) != 0);
-  if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & 16) != 0);
+  spec.q = tensor_spec(qkv.q, (requires_grad_mask & kGradQ) != 0);
+  spec.k = tensor_spec(qkv.k, (requires_grad_mask & kGradK) != 0);
+  spec.v = tensor_spec(qkv.v, (requires_grad_mask & kGradV) != 0);
+  if (extras.attn_mask.defined()) spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & kGradMask) != 0);
+  if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & kGradSinks) != 0);
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
   for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());
@@ -82,8 +82,10 @@ strategy::AttentionPlan prepare(AttentionSpec& spec, const at::Tensor& attn_mask
     return strategy::make_plan(spec, {});
   }
   const bool exchange_lengths = !failed && strategy::exchanges_lengths(spec);
-  const auto rows = [](const contract::TensorSpec& tensor) { return tensor.sizes.size() > 1 ? tensor.sizes[1] : -1; };
-  if (spec.attn_mask && !failed && !exchange_lengths) {  // whose lengths are exchanged has no axis to gather: CP028
+  const auto rows = [&spec](const contract::TensorSpec& tensor) {  // joint tokens are no rank's own
+    return tensor.sizes.size() > 1 ? tensor.sizes[1] - spec.joint_len : -1;
+  };
+  if (spec.attn_mask && !failed) {  // an axis that is gathered has a layout: else CP028
     const strategy::AttentionPlan plan = strategy::make_plan(spec, {});
     const strategy::Strategy& strategy = strategy::strategy_for(spec.strategy, plan);
     spec.mask_is_gathered = strategy::mask_is_gathered(attn_mask, plan, strategy, group);

@@ -17,10 +17,11 @@ namespace ulysses::transports {
 //
 //   write call and first chunk │ meet │ compare calls, read │ write next chunk into the other half │ meet │ read …
 //
-// A half is written again after the next meeting but one at the earliest, and a rank comes to a meeting only when it
-// has read everything before, so one meeting a chunk is enough. A collective of up to 1 MiB a rank costs one meeting.
-// Two threads that call at once take turns, in no order: ranks whose threads do so agree on the order themselves.
-// Errors: CP062. If the ranks disagree nothing is moved, every rank gets the same text, and the group stays usable.
+// A half is written again for the next meeting but one, so not before the next one is complete, and a rank comes to
+// that only when it has read everything before: one meeting a chunk is enough. A collective of up to 1 MiB a rank costs
+// one meeting. Two threads that call at once take turns, in no order: ranks whose threads do so agree on the order
+// themselves. Errors: CP062. If the ranks disagree nothing is moved, every rank gets the same text, and the group stays
+// usable.
 class ShmHub {
  public:
   ShmHub(Segment segment, int64_t ranks, int64_t rank);

@@ -77,7 +77,7 @@ constexpr std::string_view name_of_op(uint32_t number) { return kOps[number < kO
 
 // Where everything lies in a group's segment:
 //   head | record of each rank | 2 announcements a rank | letterbox of each pair | 2 chunks a rank
-// Units:  bytes = 2 MiB * ranks for the data, and about 4 KiB * ranks + 0.6 KiB * ranks^2 for the rest.
+// Units:  bytes = 2 MiB * ranks for the data, and about 3 KiB * ranks + 0.7 KiB * ranks^2 for the rest.
 class ShmLayout {
  public:
   ShmLayout(std::byte* base, int64_t ranks) : base_(base), ranks_(ranks) {}

@@ -16,7 +16,7 @@ namespace ulysses::transports {
 // A wait ends with the last rank's coming; with CP062 at once when another rank's process has ended or has left the
 // group, naming it and its last call; or with CP062 after the timeout, naming the ranks that never came and whether
 // their processes run, are stopped or were never there. After the last two the group is dead for every rank.
-// Used by one thread at a time, but for abort() and is_dead().
+// meet() and next_half() are for one thread at a time; any thread may call the rest.
 class ShmMeeting {
  public:
   ShmMeeting(ShmLayout layout, int64_t rank);
