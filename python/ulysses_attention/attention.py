@@ -69,6 +69,7 @@ def ulysses_attention(
             or shared memory on every call, one small collective in which the ranks compare them (agreement="always":
             every call, and one more in which they say how the local attention ended; "off": never).
     layout, kv_layout: which rank holds which tokens; needed for shards of different length and for padded shards.
+            Streams that see different keys are one call each: examples/two_streams.py.
     attn_mask: bool (True = visible) or floating (added to the scaled scores), [B, S_kv] or [B|1, H|1, S_q|1, S_kv];
             see MaskLayout for what its axes stand for. A query that sees no key: out 0, lse −inf, zero gradients.
     joint:  JointTokens, text that every rank holds and that attends together with the sequence.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ulysses_attention as ua
 from conftest import REPOSITORY
 
 
@@ -34,6 +38,29 @@ def test_flux_equals_the_single_process() -> None:
     local = [float(x) for x in re.findall(r"local K/V +(\S+),", text)]
     assert len(ours) == len(local) == 2
     assert max(ours) <= 1e-5 and min(local) > 1e-2
+
+
+def test_two_streams_equal_one_process_with_a_mask() -> None:
+    text = _run("two_streams.py", limit_s=120)
+    errors = [float(x) for x in re.findall(r"largest difference to one process (\S+)\n", text)]
+    assert len(errors) == 2 + 6 and max(errors) <= 1e-5
+
+
+def test_the_streams_see_what_the_example_says_on_every_number_of_ranks() -> None:
+    """Every token holds its own value and all scores are zero, so an output is the mean of what it sees."""
+    streams = runpy.run_path(str(REPOSITORY / "examples" / "two_streams.py"))
+    zeros, values = torch.zeros(1, 5, 4, 8), torch.arange(5.0).view(1, 5, 1, 1).expand(1, 5, 4, 8)
+    for world in (1, 2, 4):
+        layouts = tuple(ua.SequenceLayout(5, world, streams["EXACT"]) for _ in range(2))
+
+        def on_rank(rank: int, group: Any, layouts: Any = layouts) -> Any:
+            under, gen = ([layout.shard(x, rank) for x in (zeros, zeros, values + add)]
+                          for layout, add in zip(layouts, (0, 10), strict=True))  # fmt: skip
+            return streams["two_streams"](under, gen, group, layouts)
+
+        under, gen = (torch.cat(parts, 1) for parts in zip(*ua.run_ranks(on_rank, world), strict=True))
+        assert (under[0, :, 0, 0] - torch.arange(5) / 2).abs().max() < 1e-6  # itself and those before
+        assert (gen - 7.0).abs().max() < 1e-6  # the mean of 0 to 4 and 10 to 14
 
 
 @pytest.fixture(scope="module")
