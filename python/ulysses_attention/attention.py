@@ -64,10 +64,11 @@ def ulysses_attention(
     Dtype:  any float; lse float32 (float64 for float64), differentiable. Under autocast q, k and v are cast as torch's
             attention does.
     Comm:   every rank of the group must call it. strategy="ulysses": two collectives (three if q and k/v are sharded
-            differently); "allgather_kv": one, with joint tokens two; as many in backward. Replicated keys, or a group of
-            one: none. A mask's local axis: one more, the first time. On the first call with new options, over threads
-            or shared memory on every call, one small collective in which the ranks compare them (agreement="always":
-            every call, and one more in which they say how the local attention ended; "off": never).
+            differently); "allgather_kv": one, with joint tokens two; as many in backward. Replicated keys, or a group
+            of one: none. A mask's local axis: one more, the first time. On the first call with new options, over
+            threads or shared memory on every call, one small collective in which the ranks compare them
+            (agreement="always": every call, and one more in which they say how the local attention ended; "off":
+            never).
     layout, kv_layout: which rank holds which tokens; needed for shards of different length and for padded shards.
             Streams that see different keys are one call each: examples/two_streams.py.
     attn_mask: bool (True = visible) or floating (added to the scaled scores), [B, S_kv] or [B|1, H|1, S_q|1, S_kv];
@@ -78,7 +79,8 @@ def ulysses_attention(
     qkv_format: "bshd", "bhsd" or "sbhd", of q, k, v, joint tokens and out; as views. lse is always [B, H, S_local].
     Gradients of what every rank holds alike (joint tokens, replicated k and v, sinks, masks) are partial: their sum
             over the ranks is the gradient (`sum_grad`). A mask with a local axis gets none: refused.
-    kernel: "auto", a registered name, or a function (q, k, v, call) -> out or (out, lse).
+    kernel: "auto", a registered name, or a function (q, k, v, call) -> out or (out, lse), which must honour
+            every field of call.
     Errors: ValueError, NotImplementedError or RuntimeError whose text ends in an id; docs/errors.md lists them. Options
             that a path cannot honour are refused before any data moves, on every rank.
     Source: DeepSpeed-Ulysses (arXiv 2309.14509); deviation: one message for q, k and v, uneven heads and tokens.

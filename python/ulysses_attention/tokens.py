@@ -90,8 +90,11 @@ def join(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     masked: the call has a mask, whose axes count all T tokens.
     """
     in_front = joint.position != "suffix"
-    valid_lens = () if joint.valid_lens is None else tuple(int(length) for length in joint.valid_lens)
-    problem = _problem(joint, q, k, v)
+    given = () if joint.valid_lens is None else joint.valid_lens
+    given = given.tolist() if isinstance(given, torch.Tensor) else given
+    is_list = isinstance(given, Sequence) and all(isinstance(length, int) for length in given)
+    valid_lens = tuple(given) if is_list else ()
+    problem = _problem(joint, q, k, v) or ("" if is_list else f"joint.valid_lens={given!r} is no list of whole numbers")
     if not problem and joint.valid_lens is not None and not valid_lens:
         problem = f"joint.valid_lens=[] for B={q.size(0)} sequences"
     if problem:
@@ -104,6 +107,9 @@ def join(joint: JointTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
     def beside(text: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         text = text.narrow(1, 0, length)
+        if len(valid_lens) == text.size(0):  # whatever stands behind must not reach a product: 0 * NaN is NaN
+            ends = torch.tensor(valid_lens, device=text.device).view(-1, 1)
+            text = text.masked_fill((torch.arange(length, device=text.device) >= ends)[:, :, None, None], 0.0)
         return torch.cat([text, x] if in_front else [x, text], dim=1)
 
     joined = beside(joint.q, q), beside(joint.k, k), beside(joint.v, v)

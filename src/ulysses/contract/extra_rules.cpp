@@ -1,5 +1,5 @@
 #include <array>
-#include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "ulysses/base/text.h"
@@ -78,7 +78,9 @@ CallProblems sinks_rule(const CallFacts& facts) {
 
 CallProblems softcap_rule(const CallFacts& facts) {
   const auto& softcap = facts.spec.softcap;
-  if (!softcap || (std::isfinite(*softcap) && *softcap > 0)) return {};
+  // Most scores are float32, where a larger cap is infinite and every score NaN.
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  if (!softcap || (*softcap > 0 && *softcap <= kLargest)) return {};
   return {invalid("CP034", cat("softcap=", *softcap), "Scores are capped at a positive number",
                   "softcap=50.0, or softcap=None")};
 }

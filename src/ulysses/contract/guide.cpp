@@ -185,7 +185,7 @@ constexpr std::string_view kTokens = R"(
   rows, as `layout.shard` cuts them) or, on the query axis, broadcast. Where a size allows one reading it is taken; where it
   allows two, CP028 names both, and `mask_layout=MaskLayout(q=…, kv=…)` says which. The cheapest mask is global: nothing
   is sent. A local axis that other ranks' part is needed of is gathered once for one tensor object, and again after it
-  was written to.
+  was written to: on every rank, or none (CP060). A write that torch does not count, through `.data` or numpy, is not seen.
 - A query that sees no key gives 0, lse −inf and zero gradients.
 - Text that every rank holds attends with the sharded image by `joint=JointTokens(q, k, v)`: one sequence, counted once,
   `out, text_out = ulysses_attention(…)`; `text_out` is complete and equal on every rank. `valid_lens` cuts padded prompts.

@@ -40,6 +40,12 @@ at::Tensor or_zeros(const at::Tensor& grad, const c10::IValue& sizes, const at::
   return grad.defined() ? grad : at::zeros(sizes.toIntVector(), like.options());
 }
 
+// Checkpointing without reentrance runs a forward again until the last saved tensor is there again. Ranks with and
+// without work must stop behind the same collective, so every rank saves one in each: the dtype and device of `x`.
+void save_a_tensor(AutogradContext* context, const at::Tensor& x) {
+  context->save_for_backward({at::empty({0}, x.options().requires_grad(false))});
+}
+
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const MovementPtr& movement) {
@@ -51,14 +57,14 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     context->saved_data["q"] = views.q.sizes().vec();
     context->saved_data["k"] = views.k.sizes().vec();
     context->saved_data["v"] = views.v.sizes().vec();
-    context->saved_data["like"] = at::empty({0}, q.options().requires_grad(false));
+    save_a_tensor(context, q);
     return {views.q, views.k, views.v};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     const MovementPtr movement = load(context);
-    const at::Tensor like = context->saved_data["like"].toTensor();
+    const at::Tensor like = context->get_saved_variables()[0];
     const Qkv local{or_zeros(grads[0], context->saved_data["q"], like),
                     or_zeros(grads[1], context->saved_data["k"], like),
                     or_zeros(grads[2], context->saved_data["v"], like)};
@@ -74,7 +80,7 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
     store(context, movement);
     context->set_materialize_grads(false);
     context->saved_data["out"] = shards.out.sizes().vec();
-    context->saved_data["like"] = at::empty({0}, shards.out.options());
+    save_a_tensor(context, shards.out);
     if (!shards.lse.defined()) return {shards.out};
     context->saved_data["lse"] = shards.lse.sizes().vec();
     context->saved_data["like_lse"] = at::empty({0}, shards.lse.options());
@@ -85,7 +91,7 @@ struct RestoreFunction : torch::autograd::Function<RestoreFunction> {
     refuse_second_derivative();
     const MovementPtr movement = load(context);
     auto& data = context->saved_data;
-    kernels::KernelOutput grad{or_zeros(grads[0], data["out"], data["like"].toTensor()), {}};
+    kernels::KernelOutput grad{or_zeros(grads[0], data["out"], context->get_saved_variables()[0]), {}};
     if (movement->plan.return_lse) grad.lse = or_zeros(grads[1], data["lse"], data["like_lse"].toTensor());
     grad = restore_backward(movement->plan, movement->strategy, grad, movement->group);
     return {grad.out, grad.lse, {}};
