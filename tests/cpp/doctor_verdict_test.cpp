@@ -149,6 +149,83 @@ TEST(DoctorVerdict, PaddingRowsMustBeZero) {
   EXPECT_EQ(verdict.message, "rank 1: the padding rows of out are not zero");
 }
 
+// Two ranks with joint tokens, sinks and a mask that trains; what right ranks answer, shared gradients as equal parts.
+Case with_text() {
+  Case c = small();
+  c.text_len = 2, c.sinks = c.mask_grad = c.additive_mask = true, c.mask = "full";
+  return c;
+}
+
+Answers right_answers_with_text(const Question& question) {
+  const Case& c = question.c;
+  const Reference wanted = attention_reference(question);
+  Answers answers;
+  for (int64_t rank = 0; rank < c.cp_size; ++rank) {
+    const auto shard = [&](const at::Tensor& x) {
+      return query_shard(c, x, rank, /*padding=*/0).to(at::kFloat).clone();
+    };
+    const auto part = [&](const at::Tensor& x) { return (x / static_cast<double>(c.cp_size)).to(at::kFloat); };
+    RankAnswer answer;
+    answer.out = shard(wanted.out);
+    answer.lse = wanted.lse.narrow(2, c.token_begin(rank), c.lengths[static_cast<size_t>(rank)]).clone();
+    answer.dq = shard(wanted.dq), answer.dk = shard(wanted.dk), answer.dv = shard(wanted.dv);
+    answer.text_out = wanted.text_out.to(at::kFloat), answer.text_lse = wanted.text_lse.clone();
+    answer.text_dq = part(wanted.text_dq), answer.text_dk = part(wanted.text_dk);
+    answer.text_dv = part(wanted.text_dv), answer.dmask = part(wanted.dmask), answer.dsinks = part(wanted.dsinks);
+    answers.push_back(answer);
+  }
+  return answers;
+}
+
+Verdict verdict_with_text(const Change& change) {
+  const Question question = make_question(with_text());
+  Answers answers = right_answers_with_text(question);
+  change(answers);
+  return judge(question, assemble(question, answers));
+}
+
+TEST(DoctorVerdict, JointTokensAreJudgedOnEveryRankAndTheirGradientsAsASum) {
+  EXPECT_EQ(verdict_with_text([](Answers&) {}).kind, VerdictKind::kOk);
+  const Verdict one = verdict_with_text([](Answers& answers) { answers[1].text_out[0][1][0].add_(0.5); });
+  EXPECT_EQ(one.tensor + " " + one.tokens + " " + one.heads + " " + one.ranks, "joint_out 1 0 1");
+  EXPECT_TRUE(contains(one.message, ", in joint tokens 1, heads 0, ranks 1")) << one.message;
+  EXPECT_TRUE(one.is_forward);
+  const Verdict lse = verdict_with_text([](Answers& answers) { answers[0].text_lse[0][1][0].add_(0.5); });
+  EXPECT_EQ(lse.tensor + " " + lse.tokens + " " + lse.heads + " " + lse.ranks, "joint_lse 0 1 0");
+  // Each rank the whole gradient instead of its part; or one rank none.
+  const auto whole = [](at::Tensor RankAnswer::*member) {
+    return verdict_with_text([member](Answers& answers) {
+      for (RankAnswer& answer : answers) (answer.*member).mul_(2);
+    });
+  };
+  EXPECT_EQ(whole(&RankAnswer::text_dq).tensor, "joint_dq");
+  EXPECT_EQ(whole(&RankAnswer::text_dk).tensor, "joint_dk");
+  EXPECT_EQ(whole(&RankAnswer::text_dv).tensor, "joint_dv");
+  EXPECT_EQ(whole(&RankAnswer::dmask).tensor, "dmask");
+  const Verdict sinks = whole(&RankAnswer::dsinks);
+  EXPECT_EQ(sinks.tensor + " " + sinks.heads + " " + sinks.tokens, "dsinks 0-1 ");
+  EXPECT_FALSE(sinks.is_forward);
+  EXPECT_EQ(verdict_with_text([](Answers& answers) { answers[1].text_dv.reset(); }).tensor, "joint_dv");
+}
+
+TEST(DoctorVerdict, ATextThatDoesNotComeBackIsSaid) {
+  const Verdict none = verdict_with_text([](Answers& answers) { answers[0].text_out.reset(); });
+  EXPECT_EQ(none.message, "rank 0: it returns no output of the joint tokens: (out, joint_out) is wanted");
+  const Verdict shape = verdict_with_text([](Answers& answers) {
+    for (RankAnswer& answer : answers) answer.text_out = answer.text_out.narrow(1, 0, 1);
+  });
+  EXPECT_EQ(shape.message, "ranks 0-1: joint_out has shape [1, 1, 2, 4] instead of [1, 2, 2, 4]");
+  const Verdict lse = verdict_with_text([](Answers& answers) { answers[1].text_lse.reset(); });
+  EXPECT_EQ(lse.message, "rank 1: joint_lse has shape none instead of [1, 2, 2] (batch, heads, rows)");
+}
+
+TEST(DoctorVerdict, AShapeIsShownInTheCasesFormat) {
+  Case c = small();
+  c.qkv_format = "sbhd";
+  const Verdict verdict = verdict_of(c, [](Answers& answers) { answers[0].out = answers[0].out.narrow(1, 0, 2); });
+  EXPECT_EQ(verdict.message, "rank 0: out has shape [2, 1, 2, 4] instead of [3, 1, 2, 4] (qkv_format=\"sbhd\")");
+}
+
 RankAnswer with_outcome(Outcome outcome, const std::string& message = "") {
   RankAnswer answer;
   answer.outcome = outcome;
@@ -162,6 +239,7 @@ TEST(DoctorVerdict, OutcomesThatLeaveNothingToCompare) {
   const auto returned = with_outcome(Outcome::kReturned), released = with_outcome(Outcome::kReleased);
   const auto hung = with_outcome(Outcome::kHung, "no answer within 5 s");
   const auto crashed = with_outcome(Outcome::kCrashed, "signal 6");
+  const auto declined = with_outcome(Outcome::kDeclined, "lse carries no gradient");
   struct Row {
     Answers answers;
     VerdictKind kind;
@@ -178,6 +256,7 @@ TEST(DoctorVerdict, OutcomesThatLeaveNothingToCompare) {
       {{returned, hung}, VerdictKind::kHung, "no answer within 5 s", "1"},
       {{crashed, hung}, VerdictKind::kCrashed, "signal 6", "0"},
       {{crashed, raised("connection closed")}, VerdictKind::kCrashed, "signal 6", "0"},
+      {{declined, declined}, VerdictKind::kRefused, "lse carries no gradient", "0-1"},
       {{returned, raised("own keys [CP053]")}, VerdictKind::kWrong, "own keys [CP053]", "1"},
       {{raised("x [CP052]"), raised("x [CP052]")}, VerdictKind::kWrong, "x [CP052]", "0"},
   };
