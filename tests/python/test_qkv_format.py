@@ -60,7 +60,7 @@ def test_nothing_is_copied_on_the_way_to_the_kernel(qkv_format: str) -> None:
         return (q + v.mean()).contiguous()
 
     def on_rank(rank: int, group: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        given = [x.transpose(1, dim).contiguous() for x in normal(6, 4)[:3]]
+        given = [x.transpose(1, dim).contiguous() for x in normal(6, 4, batch=2)[:3]]
         with torch.no_grad():
             out = ua.ulysses_attention(*given, group, kernel=attend, kv_role="replicated", qkv_format=qkv_format)
         assert isinstance(out, torch.Tensor)
@@ -79,7 +79,7 @@ def test_nothing_is_copied_on_the_way_to_the_kernel(qkv_format: str) -> None:
 @each_strategy
 def test_out_keeps_the_memory_order_that_the_exchange_gave(strategy: str, qkv_format: str) -> None:
     dim = DIMS[qkv_format]
-    q, k, v = (x.transpose(1, dim) for x in normal(8, 4)[:3])
+    q, k, v = (x.transpose(1, dim) for x in normal(8, 4, batch=2)[:3])
 
     def on_rank(rank: int, group: Any) -> torch.Tensor:
         mine = (x.narrow(dim, 4 * rank, 4) for x in (q, k, v))
