@@ -186,7 +186,7 @@ def test_output_restore_dim_of_no_format_is_refused(dim: int) -> None:
         return arguments(output_restore_dim=dim)
 
     text = assert_refused(outcomes(WORLD, call), ValueError, "CP005", f"output_restore_dim={dim}")
-    assert "Fix: output_restore_dim=1 for bshd, 2 for bhsd, 0 for sbhd. [CP005]" in text
+    assert "1 for bshd, 2 for bhsd, 0 for sbhd. Fix: output_restore_dim=1. [CP005]" in text
     assert_fixes_work(WORLD, call, text, "CP005")
 
 
