@@ -12,7 +12,7 @@ import torch
 
 import ulysses_attention as ua
 from cells import UNEVEN, with_nan_behind
-from oracle import Numbers, max_error, one_thread, tolerance
+from oracle import Numbers, joined, max_error, one_thread, plain, tolerance
 
 DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0}  # of the sequence, by qkv_format
 PARTIAL = ("dmask", "dsinks")  # summed over the ranks; the gradients of text and of replicated keys too
@@ -145,10 +145,6 @@ def _inputs(call: FullCall) -> tuple[tuple[str, torch.Tensor], ...]:
 # --- expected values --------------------------------------------------------------------------------------------------
 
 
-def _joined(call: FullCall, text: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([text, x] if call.position == "prefix" else [x, text], 1)
-
-
 def _seen(call: FullCall, mask: torch.Tensor | None) -> torch.Tensor:
     """[B|1, H|1, Sq, Skv] of the joined sequence."""
     text, q, kv = call.text_len, call.seq_len + call.text_len, call.keys + call.text_len
@@ -167,24 +163,21 @@ def _seen(call: FullCall, mask: torch.Tensor | None) -> torch.Tensor:
 
 def _attend(call: FullCall, x: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the joined sequence in float64, differentiable."""
-    q, k, v = (_joined(call, x["joint_" + name], x[name]) for name in "qkv")
-    k, v = (y.repeat_interleave(call.heads[0] // call.heads[1], 2) for y in (k, v))
-    scale = 1.0 / math.sqrt(call.head_dim) if call.softmax_scale is None else call.softmax_scale
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+    q, k, v = (joined(x["joint_" + name], x[name], call.position) for name in "qkv")
     mask = x.get("mask")
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None]
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores + mask.masked_fill(mask == -math.inf, 0.0)
-    scores = scores.masked_fill(~_seen(call, mask), -math.inf)
-    logits = scores
-    if call.sinks:
-        logits = torch.cat([scores, x["sinks"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
-    lse = logits.logsumexp(3)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3)).exp()
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+    is_added = mask is not None and mask.dtype != torch.bool
+    return plain(
+        q,
+        k,
+        v,
+        seen=_seen(call, mask),
+        added=mask.masked_fill(mask == -math.inf, 0.0) if mask is not None and is_added else None,
+        sinks=x["sinks"] if call.sinks else None,
+        softcap=call.softcap,
+        softmax_scale=call.softmax_scale,
+    )
 
 
 def _hide_text_rows(call: FullCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,6 +110,42 @@ def _in_chunks(
     return numbers
 
 
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
+    *,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in float64, differentiable, of the whole score matrix: for small sizes with any option.
+
+    seen (bool) and added (a number per score) broadcast to [B, H, S, S_kv]; sinks [H]. A query that sees nothing: out
+    0, lse −inf, or the sink.
+    """
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), 2) for x in (k, v))
+    scale = 1.0 / math.sqrt(q.size(3)) if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if added is None else scores + added
+    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
+    lse = logits.logsumexp(3)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3)).exp()
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def joined(text: torch.Tensor, sequence: torch.Tensor, position: str) -> torch.Tensor:
+    """Joint tokens and a sequence as one, along dim 1."""
+    return torch.cat([text, sequence] if position == "prefix" else [sequence, text], 1)
+
+
 def single_process(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 
 import ulysses_attention as ua
 from cells import STRATEGIES, UNEVEN, with_nan_behind
-from oracle import Numbers, max_error, oracle_with_grads, tolerance
+from oracle import Numbers, joined, max_error, oracle_with_grads, plain, tolerance
 from refusals import assert_refused
 from ulysses_attention import _C
 
@@ -71,37 +71,12 @@ def padded_to(rows: int, seq_len: int, world: int) -> ua.SequenceLayout:
 # --- expected values --------------------------------------------------------------------------------------------------
 
 
-def plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: torch.Tensor | None = None,
-    added: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse in float64, differentiable. seen (bool) and added (a number per score) broadcast to [B, H, S, S_kv].
-
-    A query that sees nothing: out 0, lse −inf.
-    """
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.size(2) // k.size(2), 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.size(3))
-    scores = scores if added is None else scores + added
-    scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
-
-
 def plain_with_grads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor, **mask: Any) -> Numbers:
     """What plain() says, and the gradients of (out * weights).sum()."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = plain(*leaves, **mask)
     grads = torch.autograd.grad(out, leaves, weights.double())
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-
-
-def joined(text: torch.Tensor, image: torch.Tensor, position: str) -> torch.Tensor:
-    return torch.cat([text, image] if position == "prefix" else [image, text], 1)
 
 
 def joint_oracle(qkv: Tensors, text: Tensors, position: str, is_causal: bool = False) -> Numbers:

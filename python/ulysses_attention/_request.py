@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ulysses_attention import _C
 from ulysses_attention.layout import SequenceLayout
 from ulysses_attention.policy import UlyssesContextParallelPolicy, option_line
 from ulysses_attention.tokens import JoinedCall, JointTokens, MaskLayout, join
@@ -22,7 +23,7 @@ Execute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 NO_LENGTHS: tuple[int, ...] = ()
 
-SEQUENCE_DIMS = {"bshd": 1, "bhsd": 2, "sbhd": 0}  # of qkv_format
+SEQUENCE_DIMS = {name: _C.sequence_dim(name) for name in ("bshd", "bhsd", "sbhd")}  # of qkv_format
 
 
 class Request(NamedTuple):

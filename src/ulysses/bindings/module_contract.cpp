@@ -87,6 +87,7 @@ void bind_traffic(py::module_& module) {
 }  // namespace
 
 void bind_contract(py::module_& module) {
+  module.def("sequence_dim", &contract::sequence_dim, py::arg("qkv_format"));
   module.def("padded_seq_len", [](const std::string& policy, const py::int_& seq_len, const py::int_& cp_size) {
     return policy_from_text(policy).padded_seq_len(integer(seq_len), integer(cp_size));
   });

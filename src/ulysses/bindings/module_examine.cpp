@@ -281,16 +281,9 @@ void bind_checks(py::module_& module) {
              [](const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
                 const std::vector<int64_t>& kv_lengths, const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
                 std::optional<double> softmax_scale, bool return_lse, const std::string& config) {
-               OpCall call;
-               call.lengths = c10::fromIntArrayRefSlow(lengths);
-               call.padded_lengths = c10::fromIntArrayRefSlow(padded_lengths);
-               call.kv_lengths = c10::fromIntArrayRefSlow(kv_lengths);
-               call.kv_padded_lengths = c10::fromIntArrayRefSlow(kv_padded_lengths);
-               call.is_causal = is_causal;
-               call.softmax_scale = softmax_scale;
-               call.return_lse = return_lse;
-               call.config = config;
-               return dict_of(call.options());
+               return dict_of(op_call(lengths, padded_lengths, kv_lengths, kv_padded_lengths, is_causal, softmax_scale,
+                                      return_lse, config)
+                                  .options());
              });
   module.def("record_executed", &processors::record_executed, py::arg("on"));
   // (strategy, feature) -> (calls, calls that train) since record_executed(True).

@@ -40,7 +40,7 @@ using Attention = std::tuple<at::Tensor, at::Tensor>(ULYSSES_INPUT_PARAMETERS, U
 // attention plus what its backward reads; tensors that a strategy has no use for are empty.
 //   saved_q, saved_kv: what the exchange received; saved_out [Sq, B, h, D_v], saved_lse [B, h, Sq]: the local result;
 //   saved_lengths: int64, query then key tokens per rank where they were exchanged (on the CPU), else empty.
-// requires_grad_mask: processors::RequiresGrad; compared across ranks, because backward is a collective too.
+// requires_grad_mask: contract::RequiresGrad; compared across ranks, because backward is a collective too.
 inline constexpr const char* kAttentionForwardSchema =
     "attention_forward(" ULYSSES_INPUT_SCHEMA ", " ULYSSES_CALL_SCHEMA
     ", int requires_grad_mask) -> (Tensor out, Tensor lse, Tensor saved_q, Tensor saved_kv, Tensor saved_out, "

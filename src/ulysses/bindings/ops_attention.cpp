@@ -124,7 +124,7 @@ AttentionBackwardResult backward(const at::Tensor& grad_out, const std::optional
   const Qkv views = strategy.views(plan, saved.buffers, saved.shards);
   const processors::AttendWork todo =
       processors::attend_work(options, plan, std::move(work), std::move(mask), saved.extras.sinks, /*trains=*/true);
-  const bool mask_needs_grad = (requires_grad_mask & processors::kGradMask) != 0;
+  const bool mask_needs_grad = (requires_grad_mask & contract::kGradMask) != 0;
   const processors::LocalGrads grads = processors::attend_runs_backward(todo, views, local, grad, mask_needs_grad);
   const Qkv shards = strategy.exchange_backward(plan, grads.views, group);
   const at::Tensor none = at::empty({0}, grad_out.options());

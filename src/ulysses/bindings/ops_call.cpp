@@ -47,6 +47,21 @@ contract::AttentionOptions OpCall::options() const {
   return options;
 }
 
+OpCall op_call(const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
+               const std::vector<int64_t>& kv_lengths, const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
+               std::optional<double> softmax_scale, bool return_lse, std::string_view config) {
+  OpCall call;
+  call.lengths = c10::fromIntArrayRefSlow(lengths);
+  call.padded_lengths = c10::fromIntArrayRefSlow(padded_lengths);
+  call.kv_lengths = c10::fromIntArrayRefSlow(kv_lengths);
+  call.kv_padded_lengths = c10::fromIntArrayRefSlow(kv_padded_lengths);
+  call.is_causal = is_causal;
+  call.softmax_scale = softmax_scale;
+  call.return_lse = return_lse;
+  call.config = config;
+  return call;
+}
+
 void translate_errors(const std::function<void()>& body) {
   const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
   try {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ulysses/contract/attention_spec.h"
 #include "ulysses/strategy/plan.h"
@@ -29,6 +30,11 @@ struct OpCall {
 
   contract::AttentionOptions options() const;
 };
+
+// A call from the arguments of Python's Request, in its order; the lists must outlive it.
+OpCall op_call(const std::vector<int64_t>& lengths, const std::vector<int64_t>& padded_lengths,
+               const std::vector<int64_t>& kv_lengths, const std::vector<int64_t>& kv_padded_lengths, bool is_causal,
+               std::optional<double> softmax_scale, bool return_lse, std::string_view config);
 
 // Runs body and rethrows our errors as the c10 errors that Python sees as ValueError, NotImplementedError,
 // RuntimeError.

@@ -9,6 +9,7 @@
 #include "ulysses/bindings/ops_call.h"
 #include "ulysses/contract/options_text.h"
 #include "ulysses/partition/head_ranges.h"
+#include "ulysses/partition/sequence_layout.h"
 #include "ulysses/processors/attention_processor.h"
 
 namespace ulysses::bindings {
@@ -37,11 +38,6 @@ Tokens tokens_of(const at::Tensor& tensor, c10::SymIntArrayRef lengths, const Op
   if (!lengths.empty()) return {lengths[static_cast<size_t>(call.cp_rank)], sum(lengths)};
   const SymInt rows = tensor.sym_size(1) - joint_len;
   return {rows, rows * call.cp_size};
-}
-
-// The joint queries that a rank of allgather_kv takes.
-int64_t joint_share(int64_t joint_len, const OpCall& call) {
-  return joint_len / call.cp_size + (call.cp_rank < joint_len % call.cp_size ? 1 : 0);
 }
 
 bool split_layouts(const at::Tensor& q, const at::Tensor& k, const OpCall& call) {
@@ -86,7 +82,7 @@ AttentionForwardResult forward_shapes(const at::Tensor& q, const at::Tensor& k, 
   if (is_local || options.strategy == "allgather_kv") {
     const at::Tensor saved_kv =
         is_local ? nothing(plain) : empty({joint + kv_tokens.global, batch, num_kv_heads * (d + d_v)}, plain);
-    const int64_t joint_queries = is_local ? joint : joint_share(joint, call);
+    const int64_t joint_queries = is_local ? joint : partition::balanced_lengths(joint, call.cp_size)[self];
     return {out,
             lse,
             nothing(plain),
@@ -144,7 +140,7 @@ AttentionBackwardResult attention_backward_meta(const at::Tensor& grad_out, cons
   return {empty({sizes[0], sizes[1], sizes[2], sizes[3]}, options),
           empty({sizes[0], sizes[4], sizes[5], sizes[3]}, options),
           empty({sizes[0], sizes[4], sizes[5], sizes[6]}, options),
-          (requires_grad_mask & processors::kGradMask) != 0 ? like(*attn_mask) : nothing(options),
+          (requires_grad_mask & contract::kGradMask) != 0 ? like(*attn_mask) : nothing(options),
           sinks ? like(*sinks) : nothing(options)};
 }
 

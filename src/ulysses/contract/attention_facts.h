@@ -21,8 +21,8 @@ struct CallFacts {
   int64_t v_head_dim = -1;                                         // of v
   bool group_is_legal;                                             // cp_size > 0, cp_rank inside
   const LayoutSpec* q_layout = nullptr;                            // legal lengths, one per rank of the group
-  const LayoutSpec* kv_layout =
-      nullptr;  // the same for k and v; q's own where the caller gave none; null for replicated K/V
+  // Of k and v: q's own where the caller gave none; null for replicated K/V.
+  const LayoutSpec* kv_layout = nullptr;
 };
 
 using CallProblems = std::vector<base::Problem>;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ulysses/contract/capability.h"
@@ -71,12 +72,17 @@ struct AttentionSpec : AttentionOptions {
   std::vector<std::string> backend_supports;  // AttendCall fields that the backend declares
 };
 
+// Which inputs of a call require a gradient, as bits.
+enum RequiresGrad : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradMask = 8, kGradSinks = 16 };
+
 // Which tokens an axis of a mask stands for.
 enum class MaskAxis {
   kBroadcast,  // one entry for all
   kLocal,      // this rank's rows, padding included
   kGlobal,     // the real tokens of all ranks, joint tokens included
 };
+
+std::string_view to_string(MaskAxis axis);  // the word of MaskLayout
 
 struct MaskAxes {
   MaskAxis q = MaskAxis::kBroadcast;

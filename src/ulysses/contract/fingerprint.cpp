@@ -67,10 +67,6 @@ std::string kv_role_text(const AttentionSpec& spec) {
   return spec.kv_role == "replicated" ? cat("replicated, S_kv=", axis(spec.k, 1)) : spec.kv_role;
 }
 
-std::string_view axis_word(MaskAxis axis) {
-  return axis == MaskAxis::kBroadcast ? "broadcast" : axis == MaskAxis::kLocal ? "local" : "global";
-}
-
 // What only some calls have; left out of every other fingerprint.
 void add_extras(FingerprintFields& fields, const AttentionSpec& spec) {
   if (spec.softcap) fields.emplace_back("softcap", exact(spec.softcap));
@@ -86,17 +82,17 @@ void add_extras(FingerprintFields& fields, const AttentionSpec& spec) {
   fields.emplace_back("attn_mask.dtype", spec.attn_mask->dtype);
   fields.emplace_back("attn_mask.batch", cat(spec.attn_mask->sizes[0]));
   fields.emplace_back("attn_mask.num_heads", cat(is_4d ? spec.attn_mask->sizes[1] : 1));
-  fields.emplace_back("attn_mask.axes", cat(axis_word(axes.q), ", ", axis_word(axes.kv)));
+  fields.emplace_back("attn_mask.axes", cat(to_string(axes.q), ", ", to_string(axes.kv)));
   fields.emplace_back("attn_mask.is_gathered", flag(spec.mask_is_gathered));
 }
 
 std::string requires_grad_text(int64_t mask) {
   std::vector<std::string_view> names;
-  if (mask & 1) names.emplace_back("q");
-  if (mask & 2) names.emplace_back("k");
-  if (mask & 4) names.emplace_back("v");
-  if (mask & 8) names.emplace_back("attn_mask");
-  if (mask & 16) names.emplace_back("sinks");
+  if (mask & kGradQ) names.emplace_back("q");
+  if (mask & kGradK) names.emplace_back("k");
+  if (mask & kGradV) names.emplace_back("v");
+  if (mask & kGradMask) names.emplace_back("attn_mask");
+  if (mask & kGradSinks) names.emplace_back("sinks");
   return names.empty() ? "none" : join(names);
 }
 

@@ -16,7 +16,7 @@ using FingerprintFields = std::vector<std::pair<std::string, std::string>>;
 
 // Everything that must be equal on every rank: op, options, dtype, shapes, policy, layouts, requires_grad. Left out is
 // what may differ: the rank, the layout's own cp_rank, the device's index, and the local lengths where a layout or the
-// uneven policy allows them to. Bits 0, 1, 2 of `requires_grad_mask` stand for q, k, v. Safe for any spec.
+// uneven policy allows them to. `requires_grad_mask`: RequiresGrad. Safe for any spec.
 FingerprintFields fingerprint_fields(const AttentionSpec& spec, int64_t requires_grad_mask);
 
 // One "field=value\n" line per field; newlines and backslashes in values are escaped.

@@ -80,22 +80,11 @@ std::vector<MaskAxis> readings(const AxisSizes& axis, int64_t cp_size) {
   return found;
 }
 
-std::string_view word_of(MaskAxis axis) {
-  switch (axis) {
-    case MaskAxis::kBroadcast:
-      return "broadcast";
-    case MaskAxis::kLocal:
-      return "local";
-    default:
-      return "global";
-  }
-}
-
 // The argument that declares one axis and keeps what the other was declared as.
 std::string declaration(const AttentionSpec& spec, const AxisSizes& axis, MaskAxis reading) {
   std::vector<std::string> fields;
   for (const auto& [parameter, declared] : {std::pair{"q", &spec.mask_q}, std::pair{"kv", &spec.mask_kv}}) {
-    const std::string_view word = axis.parameter == parameter ? word_of(reading) : std::string_view(*declared);
+    const std::string_view word = axis.parameter == parameter ? to_string(reading) : std::string_view(*declared);
     if (!word.empty()) fields.push_back(cat(parameter, "=\"", word, '"'));
   }
   return cat("mask_layout=MaskLayout(", join(fields), ')');
@@ -152,8 +141,8 @@ Reading read_axis(const CallFacts& facts, const AxisSizes& axis, const std::stri
   std::vector<std::string> fixes;
   for (const MaskAxis reading : found) fixes.push_back(declaration(facts.spec, axis, reading));
   return not_readable("CP028",
-                      cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", word_of(found[0]), " and ",
-                          word_of(found[1])),
+                      cat("attn_mask has ", axis.name, '=', axis.got, ", which is both ", to_string(found[0]), " and ",
+                          to_string(found[1])),
                       "", join(fixes, ", or "));
 }
 
@@ -229,7 +218,7 @@ CallProblems shape_rule(const CallFacts& facts) {
 
 base::Problem both_local_problem(const CallFacts& facts, const AxisSizes& q, const AxisSizes& kv) {
   const auto fix = [&](const AxisSizes& axis, const std::string& declared, MaskAxis reading, int64_t size) {
-    std::string text = cat("attn_mask with ", axis.name, '=', size, " (", word_of(reading), ')');
+    std::string text = cat("attn_mask with ", axis.name, '=', size, " (", to_string(reading), ')');
     return declared.empty() ? text : cat(text, " and ", declaration(facts.spec, axis, reading));
   };
   return invalid("CP028", cat("attn_mask has S_q=", q.got, " and S_kv=", kv.got, ", both local"),
@@ -275,6 +264,17 @@ CallProblems mask_dtype_rule(const CallFacts& facts) {
 constexpr std::array<CallRule, 4> kRules = {type_rule, shape_rule, axes_rule, mask_dtype_rule};
 
 }  // namespace
+
+std::string_view to_string(MaskAxis axis) {
+  switch (axis) {
+    case MaskAxis::kBroadcast:
+      return "broadcast";
+    case MaskAxis::kLocal:
+      return "local";
+    default:
+      return "global";
+  }
+}
 
 MaskAxes mask_axes(const AttentionSpec& spec) {
   const auto [q_sizes, kv_sizes, q, kv] = read_axes(CallFacts(spec));

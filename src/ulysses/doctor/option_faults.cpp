@@ -25,8 +25,6 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 
 bool is_bool(const Case& c) { return !c.mask.empty() && !c.additive_mask; }
 
-at::Tensor four_dimensions(const at::Tensor& mask) { return mask.dim() == 2 ? mask.unsqueeze(1).unsqueeze(1) : mask; }
-
 // Puts another mask in the place of the question's; a bool one hides, another is added.
 void set_mask(Question& question, const at::Tensor& mask) {
   question.mask = mask;
@@ -34,11 +32,6 @@ void set_mask(Question& question, const at::Tensor& mask) {
   question.c.additive_mask = mask.is_floating_point();
   question.c.mask_grad = question.c.blind_rows = false;
   question.c.local_axis = "";
-}
-
-void drop_mask(Question& question) {
-  clear_mask(question.c);
-  question.mask = at::Tensor();
 }
 
 // Hides keys, whatever the question's mask does: [1, 1, queries | 1, keys] bool, false = hidden.
@@ -101,13 +94,13 @@ void own_part_for_all_keys(Question& question, int64_t rank) {
   if (part.size(3) > 0) set_mask(question, part.index_select(3, at::arange(whole.size(3)).remainder(part.size(3))));
 }
 
-// The rank's chunk of the text alone is seen.
+// The rank's part of the text alone is seen.
 void own_text(Question& question, int64_t rank) {
   const Case& c = question.c;
-  const int64_t chunk = (c.text_len + c.cp_size - 1) / c.cp_size, first = c.text_suffix ? c.kv_seq_len() : 0;
+  const int64_t part = (c.text_len + c.cp_size - 1) / c.cp_size, first = c.text_suffix ? c.kv_seq_len() : 0;
   const at::Tensor key = key_places(c) - first;
   const at::Tensor is_text = (key >= 0) & (key < c.text_len);
-  hide(question, is_text.logical_not() | ((key >= chunk * rank) & (key < chunk * (rank + 1))));
+  hide(question, is_text.logical_not() | ((key >= part * rank) & (key < part * (rank + 1))));
 }
 
 // Queries of the sequence count their place without the text in front of it.
@@ -126,13 +119,8 @@ void suffix_always_seen(Question& question, int64_t) {
 
 void full_text(Question& question, int64_t) { question.c.text_lens.clear(); }
 
-void drop_sinks(Question& question, int64_t) {
-  question.c.sinks = false;
-  question.sinks = at::Tensor();
-}
-
 void sinks_on_rank_0(Question& question, int64_t rank) {
-  if (rank != 0) drop_sinks(question, rank);
+  if (rank != 0) drop_sinks(question);
 }
 
 void sinks_of_first_heads(Question& question, int64_t) {
@@ -213,7 +201,8 @@ constexpr std::array kHypotheses = std::to_array<Hypothesis>({
      [](const Case& c) { return has_causal_text(c) && !c.text_suffix; }, causal_without_text, false, Measure::kText},
     {"causal_text", "the causal mask shows joint tokens that come behind the sequence",
      [](const Case& c) { return has_causal_text(c) && c.text_suffix; }, suffix_always_seen, false, Measure::kText},
-    {"sinks_ignored", "sinks are ignored", has_sinks, drop_sinks, false, Measure::kSink},
+    {"sinks_ignored", "sinks are ignored", has_sinks, [](Question& q, int64_t) { drop_sinks(q); }, false,
+     Measure::kSink},
     {"sinks_of_one_rank", "only the queries of rank 0 have their sinks", has_shared_sinks, sinks_on_rank_0, true,
      Measure::kSink},
     {"sinks_of_one_rank", "only the heads of rank 0 have their sinks",

@@ -21,16 +21,8 @@ struct Forgotten {
 };
 
 constexpr std::array kForgotten = std::to_array<Forgotten>({
-    {"attn_mask", [](const Case& c) { return !c.mask.empty(); },
-     [](Question& question) {
-       clear_mask(question.c);
-       question.mask = at::Tensor();
-     }},
-    {"sinks", [](const Case& c) { return c.sinks; },
-     [](Question& question) {
-       question.c.sinks = false;
-       question.sinks = at::Tensor();
-     }},
+    {"attn_mask", [](const Case& c) { return !c.mask.empty(); }, drop_mask},
+    {"sinks", [](const Case& c) { return c.sinks; }, drop_sinks},
     {"softcap", [](const Case& c) { return c.softcap != 0; }, [](Question& question) { question.c.softcap = 0; }},
     {"joint_valid_lens", [](const Case& c) { return !c.text_lens.empty(); },
      [](Question& question) { question.c.text_lens.clear(); }},
@@ -77,8 +69,7 @@ Diagnosis explain_option_lse(Examiner& examiner, const Case& c) {
   }
   if (!c.sinks) return std::nullopt;
   Question without = question;
-  without.c.sinks = false;
-  without.sinks = at::Tensor();
+  drop_sinks(without);
   if (largest(seen.lse - by_tokens(attention_reference(without).lse)) > 1e-3) return std::nullopt;
   return Finding{"lse_sinks", cat("lse leaves the sinks out: off by ", largest(off)), {}};
 }

@@ -62,6 +62,16 @@ at::Tensor axis_shard(const at::Tensor& mask, int64_t dim, int64_t begin, int64_
 
 }  // namespace
 
+void drop_mask(Question& question) {
+  clear_mask(question.c);
+  question.mask = at::Tensor();
+}
+
+void drop_sinks(Question& question) {
+  question.c.sinks = false;
+  question.sinks = at::Tensor();
+}
+
 at::ScalarType scalar_type_of(const std::string& dtype) {
   if (dtype == "float64") return at::kDouble;
   if (dtype == "bfloat16") return at::kBFloat16;

@@ -37,6 +37,10 @@ Question make_question(const Case& c, uint64_t seed = 1);
 // mask and sinks are those of the case.
 Question uniform_question(const Case& c, const at::Tensor& v);
 
+// The same question without its mask, or without its sinks.
+void drop_mask(Question& question);
+void drop_sinks(Question& question);
+
 at::ScalarType scalar_type_of(const std::string& dtype);
 
 // The rows of one rank, and where the case pads rows of `padding` behind them; q and grad_out, k and v in their own

@@ -9,6 +9,8 @@
 
 #include <limits>
 
+#include "ulysses/doctor/tensors.h"
+
 namespace ulysses::doctor {
 namespace {
 
@@ -22,8 +24,6 @@ at::Tensor valid_tokens(const Case& c, int64_t tokens) {
   const int64_t first = c.text_suffix ? tokens - c.text_len : 0;  // place of the first joint token
   return (place < first + lens).logical_or(place >= first + c.text_len);
 }
-
-at::Tensor four_dimensions(const at::Tensor& mask) { return mask.dim() == 2 ? mask.unsqueeze(1).unsqueeze(1) : mask; }
 
 // The inputs in one dtype, text beside them.
 struct Inputs {

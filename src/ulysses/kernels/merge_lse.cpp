@@ -12,18 +12,16 @@
 
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/contract/rules.h"
 
 namespace ulysses::kernels {
 
 namespace {
 
 using base::cat;
+using contract::invalid;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-base::Problem invalid(std::string id, std::string what, std::string rule, std::string fix) {
-  return {std::move(id), base::ErrorKind::kInvalidArgument, std::move(what), std::move(rule), std::move(fix)};
-}
 
 // Sizes stay symbolic: the function is traced too.
 void check_result(std::vector<base::Problem>& problems, at::TensorList outs, at::TensorList lses, size_t i) {

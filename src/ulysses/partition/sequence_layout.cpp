@@ -47,14 +47,19 @@ TokenOrder token_order(std::string_view word) {
                     kOp);
 }
 
+std::vector<int64_t> balanced_lengths(int64_t tokens, int64_t cp_size) {
+  std::vector<int64_t> lengths(static_cast<size_t>(cp_size), tokens / cp_size);
+  for (int64_t rank = 0; rank < tokens % cp_size; ++rank) ++lengths[static_cast<size_t>(rank)];
+  return lengths;
+}
+
 SequenceLayout::SequenceLayout(int64_t seq_len, int64_t cp_size, const UlyssesContextParallelPolicy& policy,
                                std::optional<int64_t> cp_rank)
     : cp_rank_(cp_rank) {
   check(policy, seq_len, cp_size, cp_rank);
   const auto ranks = static_cast<size_t>(cp_size);
   if (policy.sequence_mode() == SequenceMode::kUneven) {
-    lengths_.assign(ranks, seq_len / cp_size);
-    for (int64_t rank = 0; rank < seq_len % cp_size; ++rank) ++lengths_[static_cast<size_t>(rank)];
+    lengths_ = balanced_lengths(seq_len, cp_size);
     padded_lengths_ = lengths_;
     return;
   }

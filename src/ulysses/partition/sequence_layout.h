@@ -15,6 +15,9 @@ enum class TokenOrder { kContiguous };
 // "contiguous". Errors: CP049 for "head_tail", which no strategy serves yet; CP033 for another word.
 TokenOrder token_order(std::string_view word);
 
+// `tokens` cut into one run per rank, balanced within one, the first ranks the longer ones.
+std::vector<int64_t> balanced_lengths(int64_t tokens, int64_t cp_size);
+
 // Which rank holds which tokens. A value; any length, also shorter than the rank count.
 // Units: tokens. Errors: CP002–CP007 (policy, sizes), CP010, CP011 (strict mode), CP012 (lengths), CP015 (cp_rank).
 class SequenceLayout {

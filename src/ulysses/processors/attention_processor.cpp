@@ -44,11 +44,11 @@ void attach(KernelOutput& local, const CallTensors& extras) {
 }  // namespace
 
 int64_t requires_grad_bits(const Qkv& qkv, const CallTensors& extras) {
-  const auto bit = [](RequiresGrad flag, const at::Tensor& x) {
+  const auto bit = [](contract::RequiresGrad flag, const at::Tensor& x) {
     return needs_grad(x) ? static_cast<int64_t>(flag) : 0;
   };
-  return bit(kGradQ, qkv.q) | bit(kGradK, qkv.k) | bit(kGradV, qkv.v) | bit(kGradMask, extras.attn_mask) |
-         bit(kGradSinks, extras.sinks);
+  return bit(contract::kGradQ, qkv.q) | bit(contract::kGradK, qkv.k) | bit(contract::kGradV, qkv.v) |
+         bit(contract::kGradMask, extras.attn_mask) | bit(contract::kGradSinks, extras.sinks);
 }
 
 std::vector<base::Problem> UlyssesAttentionProcessor::refusals(const contract::AttentionSpec& spec, bool) const {

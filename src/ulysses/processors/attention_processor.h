@@ -32,8 +32,7 @@ struct AttentionTrace {
   kernels::KernelOutput local;
 };
 
-// Which inputs require a gradient, as bits.
-enum RequiresGrad : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradMask = 8, kGradSinks = 16 };
+// contract::RequiresGrad of the inputs, 0 while gradients are off.
 int64_t requires_grad_bits(const strategy::Qkv& qkv, const CallTensors& extras);
 
 // The base class of every backend: a template method that a subclass cannot skip a step of.
@@ -60,7 +59,8 @@ class UlyssesAttentionProcessor {
   AttentionResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const exchange::Group& group,
                           const contract::AttentionOptions& options, const CallTensors& extras = {});
 
-  // The same steps without autograd, keeping what a hand-written backward needs. requires_grad_mask: RequiresGrad.
+  // The same steps without autograd, keeping what a hand-written backward needs. requires_grad_mask:
+  // contract::RequiresGrad.
   AttentionTrace run(const strategy::Qkv& qkv, const CallTensors& extras, const exchange::Group& group,
                      const contract::AttentionOptions& options, int64_t requires_grad_mask);
 

@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <optional>
+
 #include "ulysses/base/error.h"
 #include "ulysses/contract/fingerprint.h"
 #include "ulysses/exchange/agreement.h"
@@ -57,11 +59,12 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   AttentionSpec spec;
   static_cast<contract::AttentionOptions&>(spec) = options;
   if (!spec.kv_layout && spec.kv_role != "replicated") spec.kv_layout = spec.layout;
-  spec.q = tensor_spec(qkv.q, (requires_grad_mask & kGradQ) != 0);
-  spec.k = tensor_spec(qkv.k, (requires_grad_mask & kGradK) != 0);
-  spec.v = tensor_spec(qkv.v, (requires_grad_mask & kGradV) != 0);
-  if (extras.attn_mask.defined()) spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & kGradMask) != 0);
-  if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & kGradSinks) != 0);
+  spec.q = tensor_spec(qkv.q, (requires_grad_mask & contract::kGradQ) != 0);
+  spec.k = tensor_spec(qkv.k, (requires_grad_mask & contract::kGradK) != 0);
+  spec.v = tensor_spec(qkv.v, (requires_grad_mask & contract::kGradV) != 0);
+  if (extras.attn_mask.defined())
+    spec.attn_mask = tensor_spec(extras.attn_mask, (requires_grad_mask & contract::kGradMask) != 0);
+  if (extras.sinks.defined()) spec.sinks = tensor_spec(extras.sinks, (requires_grad_mask & contract::kGradSinks) != 0);
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
   for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());
@@ -85,10 +88,11 @@ strategy::AttentionPlan prepare(AttentionSpec& spec, const at::Tensor& attn_mask
   const auto rows = [&spec](const contract::TensorSpec& tensor) {  // joint tokens are no rank's own
     return tensor.sizes.size() > 1 ? tensor.sizes[1] - spec.joint_len : -1;
   };
-  if (spec.attn_mask && !failed) {  // an axis that is gathered has a layout: else CP028
-    const strategy::AttentionPlan plan = strategy::make_plan(spec, {});
-    const strategy::Strategy& strategy = strategy::strategy_for(spec.strategy, plan);
-    spec.mask_is_gathered = strategy::mask_is_gathered(attn_mask, plan, strategy, group);
+  std::optional<strategy::AttentionPlan> plan;
+  if (!failed && (!exchange_lengths || spec.attn_mask)) plan = strategy::make_plan(spec, {});
+  if (plan && spec.attn_mask) {  // an axis that is gathered has a layout: else CP028
+    const strategy::Strategy& strategy = strategy::strategy_for(spec.strategy, *plan);
+    spec.mask_is_gathered = strategy::mask_is_gathered(attn_mask, *plan, strategy, group);
   }
   exchange::AgreementRequest request;
   request.text = failed ? contract::failed_fingerprint(problems)
@@ -105,7 +109,7 @@ strategy::AttentionPlan prepare(AttentionSpec& spec, const at::Tensor& attn_mask
   }
   base::raise_if_any(problems, spec.op, spec.cp_rank, spec.cp_size);
   note_executed(spec, requires_grad_mask);
-  return strategy::make_plan(spec, exchange_lengths ? agreement.numbers : std::vector<std::vector<int64_t>>{});
+  return exchange_lengths ? strategy::make_plan(spec, agreement.numbers) : *std::move(plan);
 }
 
 }  // namespace ulysses::processors

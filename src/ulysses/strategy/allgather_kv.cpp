@@ -6,6 +6,7 @@
 #include "ulysses/exchange/head_exchange.h"
 #include "ulysses/exchange/token_gather.h"
 #include "ulysses/exchange/token_rows.h"
+#include "ulysses/partition/sequence_layout.h"
 #include "ulysses/strategy/joint_rows.h"
 #include "ulysses/strategy/strategy.h"
 
@@ -26,7 +27,7 @@ class AllgatherKvStrategy final : public Strategy {
   std::string_view name() const override { return "allgather_kv"; }
 
   LocalWork local_work(const AttentionPlan& plan) const override {
-    const int64_t begin = plan.first_position() + before(plan.lengths, plan.cp_rank);
+    const int64_t begin = plan.first_position() + plan.begin();
     LocalWork work;
     work.num_kv_tokens = plan.joint_len + plan.kv_seq_len();
     work.q_positions = {{begin, begin + plan.length()}};
@@ -43,11 +44,10 @@ class AllgatherKvStrategy final : public Strategy {
   Buffers exchange(const AttentionPlan& plan, const Qkv& qkv, const Group& group) const override {
     const int64_t length = plan.kv_length();
     const at::Tensor local = exchange::token_rows({own_rows(plan, qkv.k, length), own_rows(plan, qkv.v, length)});
-    if (plan.joint_len == 0) return {{}, exchange::gather_tokens(local, plan.kv_lengths, group)};
-    const at::Tensor joint = exchange::token_rows({joint_rows(plan, qkv.k), joint_rows(plan, qkv.v)});
     const exchange::RowsBeside room{plan.joint_len, plan.joint_first};
     const at::Tensor rows = exchange::gather_tokens(local, plan.kv_lengths, group, room);
-    rows.narrow(0, plan.joint_first ? 0 : plan.kv_seq_len(), plan.joint_len).copy_(joint);
+    if (plan.joint_len > 0)
+      joint_rows(plan, rows, 0).copy_(exchange::token_rows({joint_rows(plan, qkv.k), joint_rows(plan, qkv.v)}));
     return {{}, rows};
   }
 
@@ -58,7 +58,7 @@ class AllgatherKvStrategy final : public Strategy {
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const Group& group) const override {
-    const auto sequence = [&](const at::Tensor& x) { return x.narrow(1, plan.first_position(), plan.kv_seq_len()); };
+    const auto sequence = [&](const at::Tensor& x) { return own_rows(plan, x, plan.kv_seq_len()); };
     const at::Tensor rows =
         exchange::sum_tokens(exchange::token_rows({sequence(grads.k), sequence(grads.v)}), plan.kv_lengths, group);
     const auto kv =
@@ -80,7 +80,7 @@ class AllgatherKvStrategy final : public Strategy {
       parts.push_back(exchange::lse_as_column(local.lse.narrow(2, 0, own_share), local.out.scalar_type()));
       head_dims.push_back(parts[1].size(3));
     }
-    const at::Tensor rows = exchange::gather_tokens(exchange::token_rows(parts), plan.joint_shares(), group);
+    const at::Tensor rows = exchange::gather_tokens(exchange::token_rows(parts), shares(plan), group);
     const auto joint = exchange::head_views(rows, std::vector<int64_t>(parts.size(), plan.num_heads), head_dims);
     const KernelOutput own = pad_rows({local.out.narrow(1, own_share, plan.length()),
                                        plan.return_lse ? local.lse.narrow(2, own_share, plan.length()) : at::Tensor()},
@@ -113,11 +113,15 @@ class AllgatherKvStrategy final : public Strategy {
   Needs backward_needs() const override { return {true, false, false}; }
 
  private:
-  static int64_t before(const std::vector<int64_t>& counts, int64_t rank) {
-    return std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0});
+  // How many of the joint queries each rank takes.
+  static std::vector<int64_t> shares(const AttentionPlan& plan) {
+    return partition::balanced_lengths(plan.joint_len, plan.cp_size);
   }
-  static int64_t share(const AttentionPlan& plan) { return plan.joint_shares()[static_cast<size_t>(plan.cp_rank)]; }
-  static int64_t share_begin(const AttentionPlan& plan) { return before(plan.joint_shares(), plan.cp_rank); }
+  static int64_t share(const AttentionPlan& plan) { return shares(plan)[static_cast<size_t>(plan.cp_rank)]; }
+  static int64_t share_begin(const AttentionPlan& plan) {
+    const std::vector<int64_t> counts = shares(plan);
+    return std::accumulate(counts.begin(), counts.begin() + plan.cp_rank, int64_t{0});
+  }
 
   // Rows of the share among T, zero elsewhere: a partial gradient.
   static at::Tensor spread(const AttentionPlan& plan, const at::Tensor& rows) {
@@ -128,7 +132,7 @@ class AllgatherKvStrategy final : public Strategy {
 
   // [B, T, H, ·] of every rank → the rank's share of their sum.
   static at::Tensor sum_of_joint(const AttentionPlan& plan, const at::Tensor& grad, const Group& group) {
-    const at::Tensor rows = exchange::sum_tokens(exchange::token_rows({grad}), plan.joint_shares(), group);
+    const at::Tensor rows = exchange::sum_tokens(exchange::token_rows({grad}), shares(plan), group);
     return exchange::head_views(rows, {grad.size(2)}, {grad.size(3)})[0];
   }
 };

@@ -10,7 +10,7 @@ namespace ulysses::strategy {
 // A shard with joint tokens has T rows more than the rank's own, in front or behind: [T | rows] or [rows | T]. These
 // take it apart and put it together; without joint tokens they cost nothing. `dim` holds the rows.
 
-// The rank's own real rows. A view.
+// The rank's own real rows. A view, or the shard itself where it has no others.
 at::Tensor own_rows(const AttentionPlan& plan, const at::Tensor& shard, int64_t length, int64_t dim = 1);
 // The joint rows. A view.
 at::Tensor joint_rows(const AttentionPlan& plan, const at::Tensor& shard, int64_t dim = 1);
@@ -19,7 +19,8 @@ at::Tensor real_rows(const AttentionPlan& plan, const at::Tensor& shard, int64_t
 // [joint | own] or [own | joint].
 at::Tensor beside(const AttentionPlan& plan, const at::Tensor& joint, const at::Tensor& own, int64_t dim = 1);
 
-// out and lse of the real rows → of the shard: padding rows are 0, their lse −inf.
-kernels::KernelOutput shard_of(const AttentionPlan& plan, const kernels::KernelOutput& real);
+// The way back from real_rows(): a shard with `rows` rows of the rank's own, `fill` in those that are padding.
+at::Tensor shard_of(const AttentionPlan& plan, const at::Tensor& real, int64_t rows, int64_t dim = 1,
+                    double fill = 0.0);
 
 }  // namespace ulysses::strategy

@@ -1,5 +1,3 @@
-#include <numeric>
-
 #include "ulysses/strategy/joint_rows.h"
 #include "ulysses/strategy/strategy.h"
 
@@ -15,11 +13,9 @@ class LocalStrategy final : public Strategy {
   std::string_view name() const override { return "local"; }
 
   LocalWork local_work(const AttentionPlan& plan) const override {
-    const int64_t begin =
-        std::accumulate(plan.lengths.begin(), plan.lengths.begin() + static_cast<int64_t>(plan.cp_rank), int64_t{0});
     LocalWork work;
     work.num_kv_tokens = plan.kv_length() + plan.joint_len;
-    work.q_positions = {{begin, begin + plan.length() + plan.joint_len}};
+    work.q_positions = {{plan.begin(), plan.begin() + plan.length() + plan.joint_len}};
     work.runs = {{{0, plan.num_heads}, {0, plan.num_kv_heads}}};
     return work;
   }
@@ -34,13 +30,13 @@ class LocalStrategy final : public Strategy {
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const exchange::Group&) const override {
-    return {grad_of_shard(plan, grads.q, plan.length(), plan.rows),
-            grad_of_shard(plan, grads.k, plan.kv_length(), plan.kv_rows),
-            grad_of_shard(plan, grads.v, plan.kv_length(), plan.kv_rows)};
+    return {shard_of(plan, grads.q, plan.rows), shard_of(plan, grads.k, plan.kv_rows),
+            shard_of(plan, grads.v, plan.kv_rows)};
   }
 
   KernelOutput restore(const AttentionPlan& plan, const KernelOutput& local, const exchange::Group&) const override {
-    return shard_of(plan, local);
+    return {shard_of(plan, local.out, plan.rows),
+            plan.return_lse ? shard_of(plan, local.lse, plan.rows, 2, kNoKeys) : at::Tensor()};
   }
 
   KernelOutput restore_backward(const AttentionPlan& plan, const KernelOutput& grad,
@@ -55,12 +51,6 @@ class LocalStrategy final : public Strategy {
   }
 
   Needs backward_needs() const override { return {true, true, false}; }
-
- private:
-  static at::Tensor grad_of_shard(const AttentionPlan& plan, const at::Tensor& grad, int64_t length, int64_t rows) {
-    if (plan.joint_first || plan.joint_len == 0) return pad_tokens(grad, rows + plan.joint_len);
-    return beside(plan, joint_rows(plan, grad), pad_tokens(own_rows(plan, grad, length), rows));
-  }
 };
 
 }  // namespace

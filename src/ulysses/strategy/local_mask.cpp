@@ -6,7 +6,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "ulysses/exchange/gather_cache.h"
 #include "ulysses/exchange/token_gather.h"
@@ -70,7 +69,7 @@ at::Tensor hide_invalid_keys(const at::Tensor& mask, const at::Tensor& valid) {
   const at::Tensor keys = valid.unsqueeze(1).unsqueeze(1);
   if (!mask.defined()) return keys;
   if (mask.scalar_type() == at::kBool) return mask.logical_and(keys);
-  return mask.masked_fill(keys.logical_not(), -std::numeric_limits<double>::infinity());
+  return mask.masked_fill(keys.logical_not(), kNoKeys);
 }
 
 LocalMask part_of_mask(const at::Tensor& mask, const AttentionPlan& plan, const Strategy& strategy,
@@ -117,8 +116,7 @@ kernels::KernelOutput hide_invalid_rows(const kernels::KernelOutput& local, cons
   }
   invalid = invalid.to(local.out.device());
   kernels::KernelOutput result{local.out.masked_fill(invalid.unsqueeze(-1).unsqueeze(-1), 0.0), local.lse};
-  if (local.lse.defined())
-    result.lse = local.lse.masked_fill(invalid.unsqueeze(1), -std::numeric_limits<double>::infinity());
+  if (local.lse.defined()) result.lse = local.lse.masked_fill(invalid.unsqueeze(1), kNoKeys);
   return result;
 }
 

@@ -19,15 +19,11 @@ std::vector<int64_t> lengths_of(const std::optional<contract::LayoutSpec>& layou
 
 }  // namespace
 
+int64_t AttentionPlan::begin() const { return std::accumulate(lengths.begin(), lengths.begin() + cp_rank, int64_t{0}); }
+
 int64_t AttentionPlan::seq_len() const { return sum(lengths); }
 
 int64_t AttentionPlan::kv_seq_len() const { return replicated_kv ? kv_rows : sum(kv_lengths); }
-
-std::vector<int64_t> AttentionPlan::joint_shares() const {
-  std::vector<int64_t> shares(static_cast<size_t>(cp_size), joint_len / cp_size);
-  for (int64_t rank = 0; rank < joint_len % cp_size; ++rank) ++shares[static_cast<size_t>(rank)];
-  return shares;
-}
 
 bool exchanges_lengths(const contract::AttentionSpec& spec) {
   return spec.cp_size > 1 && !spec.policy.require_seq_divisible &&

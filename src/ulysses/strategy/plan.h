@@ -34,13 +34,12 @@ struct AttentionPlan {
 
   int64_t length() const { return lengths[static_cast<size_t>(cp_rank)]; }
   int64_t kv_length() const { return kv_lengths[static_cast<size_t>(cp_rank)]; }
+  int64_t begin() const;                                                  // query tokens of the ranks before this one
   int64_t seq_len() const;                                                // S_global of q
   int64_t kv_seq_len() const;                                             // S_global of k and v
   int64_t first_position() const { return joint_first ? joint_len : 0; }  // of the sequence in the joined one
   // q and k/v are sharded differently, so they cannot share the rows of one message.
   bool split_layouts() const { return lengths != kv_lengths; }
-  // Joint tokens whose queries a strategy spreads over the ranks: how many each rank takes.
-  std::vector<int64_t> joint_shares() const;
 };
 
 // `exchanged` holds (query rows, key rows) per rank where the policy is uneven and there is no layout; else empty.

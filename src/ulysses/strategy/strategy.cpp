@@ -1,9 +1,6 @@
 #include "ulysses/strategy/strategy.h"
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-
-#include <limits>
 
 namespace ulysses::strategy {
 
@@ -18,25 +15,17 @@ const Strategy& strategy_for(std::string_view name, const AttentionPlan& plan) {
   return name == allgather_kv_strategy().name() ? allgather_kv_strategy() : ulysses_strategy();
 }
 
-at::Tensor pad_tokens(const at::Tensor& tensor, int64_t rows) {
-  if (tensor.size(1) == rows) return tensor;
+at::Tensor pad_tokens(const at::Tensor& tensor, int64_t rows, int64_t dim, double fill) {
+  if (tensor.size(dim) == rows) return tensor;
   std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes[1] = rows;
-  at::Tensor padded = at::zeros(sizes, tensor.options());
-  padded.narrow(1, 0, tensor.size(1)).copy_(tensor);
+  sizes[static_cast<size_t>(dim)] = rows;
+  at::Tensor padded = at::full(sizes, fill, tensor.options());
+  padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor);
   return padded;
 }
 
 kernels::KernelOutput pad_rows(const kernels::KernelOutput& local, int64_t rows, bool with_lse) {
-  kernels::KernelOutput result{pad_tokens(local.out, rows), {}};
-  if (!with_lse) return result;
-  result.lse = local.lse;
-  const int64_t length = local.lse.size(2);
-  if (length == rows) return result;
-  result.lse = at::full({local.lse.size(0), local.lse.size(1), rows}, -std::numeric_limits<double>::infinity(),
-                        local.lse.options());
-  result.lse.narrow(2, 0, length).copy_(local.lse);
-  return result;
+  return {pad_tokens(local.out, rows), with_lse ? pad_tokens(local.lse, rows, 2, kNoKeys) : at::Tensor()};
 }
 
 }  // namespace ulysses::strategy

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -11,6 +12,8 @@
 #include "ulysses/strategy/plan.h"
 
 namespace ulysses::strategy {
+
+inline constexpr double kNoKeys = -std::numeric_limits<double>::infinity();  // lse of a row that sees nothing
 
 struct Qkv {
   at::Tensor q, k, v;
@@ -77,8 +80,8 @@ const Strategy& ulysses_strategy();
 const Strategy& allgather_kv_strategy();
 const Strategy& local_strategy();
 
-// [B, length, …] → [B, rows, …] with zero rows behind; returned as it is if there are none to add.
-at::Tensor pad_tokens(const at::Tensor& tensor, int64_t rows);
+// `rows` rows in `dim`, those behind the tensor's own of `fill`; the tensor itself if there are none to add.
+at::Tensor pad_tokens(const at::Tensor& tensor, int64_t rows, int64_t dim = 1, double fill = 0.0);
 
 // Local out and lse without padding rows → with them: out 0, lse −inf.
 kernels::KernelOutput pad_rows(const kernels::KernelOutput& local, int64_t rows, bool with_lse);

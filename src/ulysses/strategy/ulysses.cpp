@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "ulysses/exchange/head_exchange.h"
 #include "ulysses/exchange/token_rows.h"
@@ -31,6 +30,7 @@ std::vector<int64_t> with_joint(const AttentionPlan& plan) {
 
 // [B, T + S, ·] in the order of positions → for each rank [T | its tokens], one behind the other.
 at::Tensor for_every_rank(const AttentionPlan& plan, const at::Tensor& joined) {
+  if (plan.joint_len == 0) return joined;
   const at::Tensor joint = joint_rows(plan, joined);
   std::vector<at::Tensor> parts;
   int64_t begin = plan.first_position();
@@ -44,6 +44,7 @@ at::Tensor for_every_rank(const AttentionPlan& plan, const at::Tensor& joined) {
 
 // The way back: the joint rows of all ranks are summed, in rank order.
 at::Tensor from_every_rank(const AttentionPlan& plan, const at::Tensor& parts) {
+  if (plan.joint_len == 0) return parts;
   at::Tensor joint =
       parts.narrow(1, 0, plan.joint_len).to(exchange::accumulate_dtype(parts.scalar_type()), false, true);
   std::vector<at::Tensor> sequence;
@@ -58,14 +59,14 @@ at::Tensor from_every_rank(const AttentionPlan& plan, const at::Tensor& parts) {
 
 // [T | rows] → the order of the shard.
 at::Tensor as_shard(const AttentionPlan& plan, const at::Tensor& joint_in_front, int64_t dim) {
-  if (plan.joint_first) return joint_in_front;
+  if (plan.joint_first || plan.joint_len == 0) return joint_in_front;
   return beside(plan, joint_in_front.narrow(dim, 0, plan.joint_len),
                 joint_in_front.narrow(dim, plan.joint_len, joint_in_front.size(dim) - plan.joint_len), dim);
 }
 
 // A shard's gradient → [T | own real rows].
 at::Tensor joint_in_front(const AttentionPlan& plan, const at::Tensor& shard) {
-  if (plan.joint_first) return shard;
+  if (plan.joint_first || plan.joint_len == 0) return shard;
   return at::cat({joint_rows(plan, shard), own_rows(plan, shard, plan.length())}, 1);
 }
 
@@ -113,32 +114,31 @@ class UlyssesStrategy final : public Strategy {
   }
 
   Qkv exchange_backward(const AttentionPlan& plan, const Qkv& grads, const Group& group) const override {
-    const exchange::HeadItem q{of_sequence(plan, grads.q, plan.seq_len()), &plan.heads.query, plan.num_heads};
-    const exchange::HeadItem k{of_sequence(plan, grads.k, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
-    const exchange::HeadItem v{of_sequence(plan, grads.v, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
-    Qkv own;
+    const exchange::HeadItem q{own_rows(plan, grads.q, plan.seq_len()), &plan.heads.query, plan.num_heads};
+    const exchange::HeadItem k{own_rows(plan, grads.k, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
+    const exchange::HeadItem v{own_rows(plan, grads.v, plan.kv_seq_len()), &plan.heads.kv, plan.num_kv_heads};
+    Qkv shards;
     if (!plan.split_layouts()) {
       // The same tokens do not mean the same padding.
-      const auto shards = exchange::head_to_seq({q, k, v}, plan.lengths, std::max(plan.rows, plan.kv_rows), group);
-      own = {shards[0].narrow(1, 0, plan.rows), shards[1].narrow(1, 0, plan.kv_rows),
-             shards[2].narrow(1, 0, plan.kv_rows)};
+      const auto parts = exchange::head_to_seq({q, k, v}, plan.lengths, std::max(plan.rows, plan.kv_rows), group);
+      shards = {parts[0].narrow(1, 0, plan.rows), parts[1].narrow(1, 0, plan.kv_rows),
+                parts[2].narrow(1, 0, plan.kv_rows)};
     } else {
       const at::Tensor dq = exchange::head_to_seq({q}, plan.lengths, plan.rows, group)[0];
       const auto kv = exchange::head_to_seq({k, v}, plan.kv_lengths, plan.kv_rows, group);
-      own = {dq, kv[0], kv[1]};
+      shards = {dq, kv[0], kv[1]};
     }
-    if (plan.joint_len == 0) return own;
-    return {beside(plan, own_heads(plan, grads.q, q), own.q), beside(plan, own_heads(plan, grads.k, k), own.k),
-            beside(plan, own_heads(plan, grads.v, v), own.v)};
+    if (plan.joint_len == 0) return shards;
+    return {beside(plan, own_heads(plan, grads.q, q), shards.q), beside(plan, own_heads(plan, grads.k, k), shards.k),
+            beside(plan, own_heads(plan, grads.v, v), shards.v)};
   }
 
   KernelOutput restore(const AttentionPlan& plan, const KernelOutput& local, const Group& group) const override {
-    const bool joint = plan.joint_len > 0;
-    const auto lengths = joint ? with_joint(plan) : plan.lengths;
+    const std::vector<int64_t> lengths = with_joint(plan);
     const int64_t length = lengths[static_cast<size_t>(plan.cp_rank)];
     const int64_t rows = plan.joint_len + plan.rows;
     const auto item = [&](const at::Tensor& x) {
-      return exchange::HeadItem{joint ? for_every_rank(plan, x) : x, &plan.heads.query, plan.num_heads};
+      return exchange::HeadItem{for_every_rank(plan, x), &plan.heads.query, plan.num_heads};
     };
     std::vector<exchange::HeadItem> items = {item(local.out)};
     if (plan.return_lse) items.push_back(item(lse_as_column(local.lse, local.out.scalar_type())));
@@ -146,24 +146,22 @@ class UlyssesStrategy final : public Strategy {
     KernelOutput result{as_shard(plan, shards[0], 1), {}};
     if (!plan.return_lse) return result;
     const at::Tensor lse = column_as_lse(shards[1], local.lse.scalar_type());
-    lse.narrow(2, length, rows - length).fill_(-std::numeric_limits<double>::infinity());
+    lse.narrow(2, length, rows - length).fill_(kNoKeys);
     result.lse = as_shard(plan, lse, 2);
     return result;
   }
 
   KernelOutput restore_backward(const AttentionPlan& plan, const KernelOutput& grad,
                                 const Group& group) const override {
-    const bool joint = plan.joint_len > 0;
     const auto item = [&](const at::Tensor& x) {
-      return exchange::HeadItem{joint ? joint_in_front(plan, x) : x, &plan.heads.query};
+      return exchange::HeadItem{joint_in_front(plan, x), &plan.heads.query};
     };
     std::vector<exchange::HeadItem> items = {item(grad.out)};
     if (plan.return_lse) items.push_back(item(lse_as_column(grad.lse, grad.out.scalar_type())));
-    auto views = exchange::seq_to_head(items, joint ? with_joint(plan) : plan.lengths, group).views;
+    auto views = exchange::seq_to_head(items, with_joint(plan), group).views;
     if (plan.return_lse)  // numbers again before anything is summed: [B, S, h, 1]
       views[1] = column_as_lse(views[1], grad.lse.scalar_type()).transpose(1, 2).unsqueeze(-1);
-    if (joint)
-      for (at::Tensor& view : views) view = from_every_rank(plan, view);
+    for (at::Tensor& view : views) view = from_every_rank(plan, view);
     return {views[0], plan.return_lse ? views[1].squeeze(-1).transpose(1, 2) : at::Tensor()};
   }
 
@@ -172,10 +170,6 @@ class UlyssesStrategy final : public Strategy {
   Needs backward_needs() const override { return {false, false, true}; }
 
  private:
-  static at::Tensor of_sequence(const AttentionPlan& plan, const at::Tensor& joined, int64_t seq_len) {
-    return plan.joint_len == 0 ? joined : joined.narrow(1, plan.first_position(), seq_len);
-  }
-
   // [B, T, H, ·] with this rank's heads of the joint rows and zeros elsewhere: a partial gradient.
   static at::Tensor own_heads(const AttentionPlan& plan, const at::Tensor& joined, const exchange::HeadItem& item) {
     const Range heads = own(*item.heads, plan);

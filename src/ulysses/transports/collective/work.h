@@ -8,17 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "ulysses/base/error.h"
+#include "ulysses/transports/collective/raise.h"
 
 namespace ulysses::transports {
-
-// For an error of one rank that leaves the group as it was.
-[[noreturn]] inline void raise_usable(std::string what, std::string fix, std::string_view op, int64_t rank,
-                                      int64_t size) {
-  throw base::Error(
-      {{"CP062", base::ErrorKind::kCommunication, std::move(what), "The group is still usable", std::move(fix)}}, op,
-      rank, size);
-}
 
 // Messages between two ranks, in order per source, destination and tag.
 class Mail {

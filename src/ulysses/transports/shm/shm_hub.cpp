@@ -7,7 +7,7 @@
 #include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
 #include "ulysses/transports/collective/combine.h"
-#include "ulysses/transports/collective/work.h"
+#include "ulysses/transports/collective/raise.h"
 
 namespace ulysses::transports {
 namespace {
@@ -84,12 +84,7 @@ void ShmHub::exchange(const Contribution& own, std::chrono::milliseconds timeout
   try {
     const auto calls = read_announcements(half);
     const std::string disagreement = find_disagreement(calls);
-    if (!disagreement.empty()) {
-      throw base::Error({{"CP062", base::ErrorKind::kCommunication, disagreement,
-                          "Nothing was exchanged and the group is still usable",
-                          "make every rank call the same collective with matching tensors"}},
-                        own.op, meeting_.rank(), meeting_.size());
-    }
+    if (!disagreement.empty()) raise_disagreement(disagreement, own.op, meeting_.rank(), meeting_.size());
     move(own, calls, timeout, result);
   } catch (const base::Error&) {
     throw;  // the others get one too

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <thread>
 
-#include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
 #include "ulysses/transports/collective/contribution.h"
+#include "ulysses/transports/collective/raise.h"
 
 namespace ulysses::transports {
 namespace {
@@ -147,8 +147,7 @@ void ShmMeeting::raise_dead(std::string_view op) const {
     what = words.data();
     fix = words.data() + what.size() + 1;
   }
-  throw base::Error({{"CP062", base::ErrorKind::kCommunication, what, "The group is no longer usable", fix}}, op, rank_,
-                    size());
+  raise_unusable(std::move(what), std::move(fix), op, rank_, size());
 }
 
 void ShmMeeting::leave() { layout_.record(rank_).left.store(1); }

@@ -4,8 +4,8 @@
 #include <exception>
 #include <utility>
 
-#include "ulysses/base/error.h"
 #include "ulysses/base/text.h"
+#include "ulysses/transports/collective/raise.h"
 #include "ulysses/transports/collective/spin.h"
 
 namespace ulysses::transports {
@@ -15,18 +15,9 @@ constexpr uint64_t kDead = 1u << 16;  // below: ranks that have arrived; above: 
 constexpr uint64_t kCountMask = kDead - 1;
 constexpr uint64_t kNextGeneration = kDead << 1;
 
-constexpr std::string_view kUsable = "Nothing was exchanged and the group is still usable";
-constexpr std::string_view kUnusable = "The group is no longer usable";
-
 uint64_t generation_of(uint64_t state) { return state / kNextGeneration; }
 uint64_t count_of(uint64_t state) { return state & kCountMask; }
 bool is_dead(uint64_t state) { return (state & kDead) != 0; }
-
-[[noreturn]] void raise(std::string what, std::string_view rule, std::string fix, std::string_view op, int64_t rank,
-                        int64_t size) {
-  throw base::Error({{"CP062", base::ErrorKind::kCommunication, std::move(what), std::string(rule), std::move(fix)}},
-                    op, rank, size);
-}
 
 }  // namespace
 
@@ -60,9 +51,7 @@ void ThreadHub::exchange(int64_t rank, Contribution contribution, std::chrono::m
   arrive(rank, Phase::kLeave, timeout);
   own.keep_alive.clear();
   if (failure) std::rethrow_exception(failure);
-  if (!disagreement.empty()) {
-    raise(disagreement, kUsable, "make every rank call the same collective with matching tensors", own.op, rank, size_);
-  }
+  if (!disagreement.empty()) raise_disagreement(disagreement, own.op, rank, size_);
 }
 
 bool ThreadHub::met(uint64_t generation, Phase phase) const {
@@ -139,7 +128,7 @@ void ThreadHub::raise_dead(int64_t rank, std::string_view op) const {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto reason = death_, fix = death_fix_;
   lock.unlock();
-  raise(reason, kUnusable, fix, op, rank, size_);
+  raise_unusable(reason, fix, op, rank, size_);
 }
 
 void ThreadHub::post(const Address& address, const at::Tensor& message) {
