@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["SequenceLayout"]
+
+Lengths = tuple[list[int], list[int]]  # real and padded
+
+
+# Numbers to torch.compile, so that a layout can be made inside what it traces.
+@torch.compiler.assume_constant_result
+def _lengths(seq_len: int, cp_size: int, policy: str, order: str, cp_rank: int | None) -> Lengths:
+    return _C.sequence_layout(seq_len, cp_size, policy, order, cp_rank)
+
+
+@torch.compiler.assume_constant_result
+def _checked_lengths(lengths: tuple[int, ...], cp_rank: int | None) -> Lengths:
+    return _C.sequence_layout_from_lengths(list(lengths), cp_rank)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -45,7 +59,7 @@ class SequenceLayout:
         cp_rank: int | None = None,
     ) -> None:
         text = "" if policy is None else policy.text
-        lengths, padded_lengths = _C.sequence_layout(seq_len, cp_size, text, order, cp_rank)
+        lengths, padded_lengths = _lengths(operator.index(seq_len), cp_size, text, order, cp_rank)
         self._set(lengths, padded_lengths, order, cp_rank)
 
     def _set(self, lengths: Sequence[int], padded_lengths: Sequence[int], order: str, cp_rank: int | None) -> None:
@@ -64,7 +78,7 @@ class SequenceLayout:
     def from_lengths(cls, lengths: Sequence[int], cp_rank: int | None = None) -> SequenceLayout:
         """The layout of shards made elsewhere, in rank order, without padding."""
         layout = cls.__new__(cls)
-        lengths, padded_lengths = _C.sequence_layout_from_lengths(list(lengths), cp_rank)
+        lengths, padded_lengths = _checked_lengths(tuple(operator.index(length) for length in lengths), cp_rank)
         layout._set(lengths, padded_lengths, "contiguous", cp_rank)
         return layout
 

@@ -1,0 +1,84 @@
+"""Which plan a model gets: that of its family, one from its own declaration, or an error that shows how to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from ulysses_attention.diffusers.families import FAMILIES, UNSUPPORTED
+from ulysses_attention.diffusers.plan import LOCAL, Attend, Gather, Rule, Shard, ShardingPlan
+from ulysses_attention.diffusers.template import template
+
+__all__ = ["own_plan", "plan_for"]
+
+TEXT_WORDS = ("encoder", "txt", "text", "prompt", "context")
+
+
+def plan_for(model: torch.nn.Module) -> ShardingPlan:
+    """Errors: NotImplementedError, with a plan to start from, for a model that no plan is known for."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in FAMILIES:
+            return FAMILIES[kind.__name__]
+    name = type(model).__name__
+    if getattr(model, "_cp_plan", None):
+        return own_plan(model)
+    why = f" ({UNSUPPORTED[name]})" if name in UNSUPPORTED else ""
+    raise NotImplementedError(
+        f"[parallelize] no plan is known for {name}{why}. Known: {', '.join(sorted(FAMILIES))}, and models with a "
+        f"context parallel plan of their own.\n"
+        f"Fix: say how it is cut and pass plan=plan; then compare: verify(model, inputs, group, plan=plan). From its "
+        f"modules, to be checked against its forward:\n\n{template(model)}"
+    )
+
+
+def _stream(argument: str) -> str:
+    return "text" if any(word in argument for word in TEXT_WORDS) else "audio" if "audio" in argument else "image"
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _shard(argument: str, declared: Any) -> Shard:
+    """A rule from the model's ContextParallelInput. Of a list, all are cut alike."""
+    first = _listed(declared)[0]
+    return Shard(first.split_dim, _stream(argument), ndim=first.expected_dims)
+
+
+def _is_cross(path: str, module: Any) -> bool:
+    return path.endswith(("attn2", "cross_attn")) or bool(getattr(module, "is_cross_attention", False))
+
+
+def own_plan(model: torch.nn.Module) -> ShardingPlan:
+    """The plan that a model of diffusers declares for diffusers' own context parallelism, as ours.
+
+    It does not say which tokens meet in an attention, so that the ranks exchange their numbers in every call.
+    """
+    inputs: dict[str, dict[str, Rule]] = {}
+    outputs: dict[str, Rule | tuple[Rule | None, ...]] = {}
+    gather: dict[str, Gather] = {}
+    for path, declared in model._cp_plan.items():  # type: ignore[union-attr,operator]
+        if not isinstance(declared, dict):
+            gather[path] = Gather(_listed(declared)[0].gather_dim, _stream(path))
+            continue
+        by_name = {name: _shard(name, value) for name, value in declared.items() if isinstance(name, str)}
+        by_index = {index: _shard(path, value) for index, value in declared.items() if isinstance(index, int)}
+        if by_name:
+            inputs[path] = dict(by_name)
+        if by_index:
+            outputs[path] = tuple(by_index.get(index) for index in range(max(by_index) + 1))
+    sharded = {rule.stream for rule in _shards(inputs.values())}
+    attention: dict[str, Attend | Literal["local"]] = {}
+    for path, module in model.named_modules():
+        if getattr(module, "processor", None) is not None and hasattr(module, "set_processor"):
+            attention[path] = LOCAL if _is_cross(path, module) and "text" not in sharded else Attend(())
+    return ShardingPlan(inputs=inputs, outputs=outputs, gather=gather, attention=attention, replicate=())
+
+
+def _shards(rules: Iterable[dict[str, Rule]]) -> Iterable[Shard]:
+    for by_name in rules:
+        for rule in by_name.values():
+            if isinstance(rule, Shard):
+                yield rule
