@@ -92,7 +92,7 @@ def _left_whole(before: Shapes, after: Shapes, handle: Handle) -> tuple[str, ...
     return tuple(
         f"{path or 'the model'}: {name} {list(shape)}"
         for (path, name), shape in after.items()
-        if path in cut and shape == before.get((path, name)) and lengths.intersection(shape[1:] or shape)
+        if path in cut and shape == before.get((path, name)) and lengths.intersection(shape if len(shape) < 3 else shape[1:])
     )
 
 
