@@ -46,6 +46,7 @@ class FullCall:
     qkv_format: str = "bshd"
     kernel: Any = "auto"
     return_lse: bool = True
+    trains: tuple[str, ...] = ()  # the tensors that ask for a gradient, by name; (): all that can have one
 
     @property
     def keys(self) -> int:
@@ -112,7 +113,7 @@ def inputs(call: FullCall) -> Numbers:
 def _mathematics(call: FullCall) -> FullCall:
     return dataclasses.replace(
         call, strategy="", lengths=None, padded=False, mask_cut=("", ""), qkv_format="", kernel="", return_lse=True,
-        kv_len=call.keys, replicated=False,
+        kv_len=call.keys, replicated=False, trains=(),
     )  # fmt: skip
 
 
@@ -271,20 +272,24 @@ def options_of(call: FullCall, world: int, rank: int, x: Numbers) -> dict[str, A
 
 
 def leaves_of(call: FullCall, world: int, rank: int) -> Numbers:
-    """What this rank passes, each tensor a leaf that asks for a gradient if it can have one."""
+    """What this rank passes, each tensor a leaf that asks for a gradient if it can have one, or `trains` names it."""
     layouts, x = call.layouts(world), inputs(call)
+
+    def wanted(name: str) -> bool:
+        return not call.trains or name in call.trains
+
     mine = {}
     for name in ("q", "k", "v", "joint_q", "joint_k", "joint_v"):
         y = x[name]
         if name in "qkv" and not (call.replicated and name in "kv"):
             layout = layouts[0 if name == "q" else 1]
             y = with_nan_behind(layout.shard(y, rank), layout.lengths[rank])
-        mine[name] = _to_format(y, call.qkv_format).detach().clone().requires_grad_()
+        mine[name] = _to_format(y, call.qkv_format).detach().clone().requires_grad_(wanted(name))
     if call.mask:
         mask = _mask_of_rank(call, x["mask"], layouts, rank).clone()
-        mine["mask"] = mask.requires_grad_(call.mask.endswith(GRADIENT))
+        mine["mask"] = mask.requires_grad_(call.mask.endswith(GRADIENT) and wanted("mask"))
     if call.sinks:
-        mine["sinks"] = x["sinks"].clone().requires_grad_()
+        mine["sinks"] = x["sinks"].clone().requires_grad_(wanted("sinks"))
     return mine
 
 
@@ -353,7 +358,9 @@ def together(call: FullCall, ranks: Sequence[Numbers]) -> Numbers:
 def problems(call: FullCall, ranks: Sequence[Numbers]) -> list[str]:
     reference = expected(call, len(ranks))
     got = together(call, ranks)
-    names = set(reference) if call.return_lse else {name for name in reference if "lse" not in name}
+    names = {name for name in reference if call.return_lse or "lse" not in name}
+    if call.trains:
+        names = {name for name in names if "out" in name or "lse" in name} | set(map(_gradient, call.trains))
     assert set(got) == names, (sorted(got), sorted(names))
     found = []
     for name, y in got.items():

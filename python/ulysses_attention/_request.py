@@ -40,8 +40,11 @@ class Request(NamedTuple):
 
 
 def _shown(value: object) -> str:
-    """A value in an error text; a tensor by its shape."""
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    """A value in an error text; a tensor by its shape, what takes more than a line by its type."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 and text.isprintable() else f"a {type(value).__name__}"
 
 
 def _check_type(name: str, given: object, wanted: type, fix: str) -> None:

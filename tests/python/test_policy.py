@@ -288,7 +288,8 @@ def test_cp007_in_the_operation() -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [({"policy": {}}, "UlyssesContextParallelPolicy"), ({"mask_layout": "global"}, "MaskLayout"),
-     ({"joint": torch.zeros(1, 2, 4, 8)}, "JointTokens"), ({"layout": (8,)}, "SequenceLayout"),
+     ({"joint": torch.zeros(1, 2, 4, 8)}, "JointTokens"),
+     ({"joint": (torch.zeros(64, 8),) * 3}, "JointTokens"), ({"layout": (8,)}, "SequenceLayout"),
      ({"kv_layout": "8"}, "SequenceLayout")],
 )  # fmt: skip
 def test_a_value_of_another_type_is_a_type_error_that_names_it(options: dict[str, Any], wanted: str) -> None:
@@ -296,7 +297,8 @@ def test_a_value_of_another_type_is_a_type_error_that_names_it(options: dict[str
     q = torch.randn(1, 8, 4, 8)
 
     def call(rank: int, group: Any) -> None:
-        with pytest.raises(TypeError, match=rf"{name}=.* is not a {wanted}\. Fix: {name}: "):
+        with pytest.raises(TypeError, match=rf"{name}=.* is not a {wanted}\. Fix: {name}: ") as caught:
             ulysses_attention(q, q, q, group, **options)
+        assert len(str(caught.value)) < 300  # a tuple of tensors is named, not printed
 
     run_ranks(call, 2)
