@@ -73,7 +73,7 @@ def sum_gradients(parameters: Iterable[torch.Tensor], group: ProcessGroup | Devi
             on every rank, before data moves.
     Source: of the sums: PyTorch DDP (arXiv 2006.15704) §3.2, without its overlap with backward.
     """
-    process_group, _ = resolve_group(group)
+    process_group = _one_group("sum_gradients", group)
     slots, problem = _slots(parameters, process_group)
     _agree(slots, problem, process_group)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def token_mean_loss(
     Errors: CP060 if ranks differ in total or averaged_over, CP063 without a group, CP069 for a loss_sum that is not one
             number, a wrong count, or no token to average over; on every rank.
     """
-    process_group, _ = resolve_group(group)
+    process_group = _one_group("token_mean_loss", group)
     value = _host_number(loss_sum) if isinstance(loss_sum, torch.Tensor) else (1, 0.0)
     count = _host_number(token_count)
     rows = _rows([*value, *count, -1 if total is None else total, averaged_over], process_group)
@@ -261,7 +261,7 @@ def total_tokens(token_count: int | torch.Tensor, group: ProcessGroup | DeviceMe
     Comm:   one small collective; every rank must call it.
     Errors: CP063 without a group, CP069 for a wrong count, on every rank.
     """
-    rows = _rows([0, 0.0, *_host_number(token_count), -1, 1], resolve_group(group)[0])
+    rows = _rows([0, 0.0, *_host_number(token_count), -1, 1], _one_group("total_tokens", group))
     _check_rows(rows, "total_tokens")
     return int(sum(row[3] for row in rows))
 
@@ -296,13 +296,17 @@ def _host_number(x: int | float | torch.Tensor) -> tuple[int, float]:
 
 def _check_rows(rows: list[list[float]], name: str = "token_mean_loss") -> None:
     """Each row: (loss is no number, loss, count is no number, count, total, averaged_over)."""
-    for rank, (no_loss, _, no_count, count, total, averaged_over) in enumerate(rows):
+    for rank, row in enumerate(rows):
+        no_loss, _, no_count, count, total, averaged_over = row
         if no_loss:
             wrong = 'loss_sum is not one number. Fix: reduction="sum"'
         elif no_count or not (count >= 0 and count == int(count)):
             wrong = "token_count is not a count. Fix: (targets != -100).sum()"
         elif (total != -1 and total < 1) or averaged_over < 1:
-            wrong = f"total={total:.0f}, averaged_over={averaged_over:.0f}. Fix: None or 1 and more, 1 and more"
+            wrong = (
+                f"total, averaged_over = {_shown(row)}. Fix: total=None or total_tokens(count, group), and "
+                f"averaged_over=1 or the size of the wrapper's group"
+            )
         else:
             continue
         raise ValueError(f"[{name}] on rank {rank}: {wrong}. [CP069]")
@@ -324,6 +328,16 @@ def _shown(row: Sequence[float]) -> str:
 
 
 # --- small numbers of every rank --------------------------------------------------------------------------------------
+
+
+def _one_group(name: str, group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    process_group, several = resolve_group(group)
+    if several:
+        raise ValueError(
+            f"[{name}] a mesh of several dimensions does not say over which. Fix: one of them, mesh['cp'], or all "
+            f"ranks as a mesh of one dimension. [CP063]"
+        )
+    return process_group
 
 
 def _rows(numbers: Sequence[float], group: ProcessGroup) -> list[list[float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import ulysses_attention as ua
 from ulysses_attention import _C, training
+from ulysses_attention.launch import ProcessRanks
 
 
 def _parameter(shape: tuple[int, ...], grad: float | None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -71,7 +74,10 @@ def test_a_parameter_without_a_gradient_here_counts_as_zeros_and_without_one_any
         assert torch.equal(frozen, torch.full((2,), 5.0))
 
 
-def test_a_parameter_listed_twice_is_summed_once() -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 32 << 20])
+def test_a_parameter_listed_twice_is_summed_once(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_BUCKET_BYTES", bucket_bytes)
+
     def on_rank(rank: int, group: Any) -> float:
         tied = _parameter((1,), 1.0)
         ua.sum_gradients([tied, _parameter((1,), 1.0), tied], group)
@@ -80,15 +86,18 @@ def test_a_parameter_listed_twice_is_summed_once() -> None:
     assert ua.run_ranks(on_rank, 2) == [2.0, 2.0]
 
 
-def test_half_precision_is_rounded_once() -> None:
-    """256 + 1 + 1 is 258 in bfloat16; summed in bfloat16 each 1 would be lost."""
+def _half_precision(rank: int, group: Any) -> torch.Tensor:
+    parameter = _parameter((24,), 0.0, torch.bfloat16)
+    parameter.grad = torch.tensor(list(itertools.permutations([256.0, 1.0, 1.0, -256.0])))[:, rank].bfloat16()
+    ua.sum_gradients([parameter], group)
+    return parameter.grad
 
-    def on_rank(rank: int, group: Any) -> float:
-        parameter = _parameter((1,), (256.0, 1.0, 1.0)[rank], torch.bfloat16)
-        ua.sum_gradients([parameter], group)
-        return parameter.grad.item()
 
-    assert ua.run_ranks(on_rank, 3) == [258.0] * 3
+@pytest.mark.parametrize("way", ["threads", "gloo"])
+def test_half_precision_is_rounded_once(way: str, gloo: Callable[[int], ProcessRanks]) -> None:
+    """256 + 1 is 256 in bfloat16: whatever the order, some of these sums would lose a 1."""
+    for grad in gloo(4).run(_half_precision) if way == "gloo" else ua.run_ranks(_half_precision, 4):
+        assert torch.equal(grad, torch.full((24,), 2.0, dtype=torch.bfloat16))
 
 
 def test_many_parameters_take_two_collectives() -> None:

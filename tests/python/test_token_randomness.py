@@ -77,6 +77,9 @@ def test_noise_of_a_seed_is_standard_normal() -> None:
     assert ((noise[:, None] < below).double().mean(0) - expected).abs().max() < 2.5 / count**0.5
     for lag in (1, 200, SEQ_LEN * 200):  # neighbours in each dimension
         assert abs((noise[:-lag] * noise[lag:]).mean().item()) < 5 / count**0.5
+    other = ua.token_noise((64, SEQ_LEN, 200), WHOLE, 0, seed=2, dtype=torch.float64).flatten()
+    for one, two in ((noise, other), (noise.square() - 1, other.square() - 1)):  # also the sizes of two seeds
+        assert abs((one * two).mean().item()) < 5 * (one.var() * two.var() / count).sqrt()
 
 
 def test_every_number_of_a_seed_matters() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -129,6 +130,26 @@ def test_cp069_gradients_that_fully_shard_has_combined_are_refused(gloo: Gloo) -
         assert error.endswith(
             "Fix: leave sum_gradients out, and say averaged_over=group.size() to token_mean_loss. [CP069]"
         )
+
+
+def _over_two_dimensions(rank: int, group: Any) -> list[str]:
+    errors = []
+    for call in (
+        lambda mesh: ua.sum_gradients([], mesh),
+        lambda mesh: ua.token_mean_loss(torch.ones(()), 1, mesh),
+        lambda mesh: ua.total_tokens(1, mesh),
+    ):
+        with pytest.raises(ValueError) as raised:
+            call(_mesh())
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_cp063_a_mesh_of_two_dimensions_is_refused(gloo: Gloo) -> None:
+    for errors in gloo(4).run(_over_two_dimensions):
+        for name, error in zip(("sum_gradients", "token_mean_loss", "total_tokens"), errors, strict=True):
+            assert error.startswith(f"[{name}] a mesh of several dimensions does not say over which. Fix: one of them")
+            assert error.endswith("[CP063]")
 
 
 def _missing_on_one(rank: int, group: Any) -> list[Any]:
@@ -270,3 +291,37 @@ def test_autocast_to_bfloat16_is_as_near_as_one_process_under_it(world: int) -> 
             assert got.dtype == torch.float32
             own_error = max_error(one.grad, wanted.grad)
             assert max_error(got, wanted.grad) < 3 * own_error + 1e-3 * wanted.grad.abs().max()
+
+
+# --- another device ---------------------------------------------------------------------------------------------------
+
+
+def _on_device(rank: int, group: Any) -> list[torch.Tensor]:
+    """A shard's loss, gradients and random numbers, on the GPU where there is one a rank."""
+    device = torch.device("cuda", rank) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    layout = _cut(SEQ_LEN, group.size())
+    x = torch.arange(float(SEQ_LEN), dtype=torch.float64, device=device)[None, :, None]
+    weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64, device=device))
+    nowhere = torch.nn.Parameter(torch.ones(2, device=device))
+    own = layout.shard(x, rank) * weight
+    loss = ua.token_mean_loss(own.square().sum(), layout.lengths[rank], group)
+    loss.backward()
+    ua.sum_gradients([weight, nowhere], group)
+    assert nowhere.grad is None
+    mask = ua.token_dropout(torch.ones_like(own), 0.5, 1, layout, rank)
+    noise = ua.token_noise((1, SEQ_LEN, 4), layout, rank, seed=2, device=device)
+    assert {value.device for value in (loss, weight.grad, mask, noise)} == {device}
+    return [value.detach().cpu() for value in (loss, weight.grad, mask, noise)]
+
+
+@pytest.mark.multi_gpu(2)
+def test_one_device_a_rank_has_the_numbers_of_one_cpu_process(ranks: Callable[..., ProcessRanks]) -> None:
+    answers = ranks().run(_on_device)
+    squares = torch.arange(float(SEQ_LEN), dtype=torch.float64).square().mean()
+    for loss, grad, _, _ in answers:
+        assert abs(loss - squares) < 1e-9 and abs(grad - 2 * squares) < 1e-9
+    whole = ua.SequenceLayout.from_lengths([SEQ_LEN])
+    mask = ua.token_dropout(torch.ones(1, SEQ_LEN, 1, dtype=torch.float64), 0.5, 1, whole, 0)
+    assert torch.equal(torch.cat([answer[2] for answer in answers], 1), mask)
+    noise = ua.token_noise((1, SEQ_LEN, 4), whole, 0, seed=2)
+    assert (torch.cat([answer[3] for answer in answers], 1) - noise).abs().max() < 1e-6
