@@ -82,7 +82,8 @@ def token_dropout(
     seed:   an integer or several: another mask for every step, layer and data-parallel rank needs them in it. No
             generator is read or advanced, so that a recomputation (activation checkpointing) drops the same.
     Shapes: x [.., padded_lengths[rank], ..] → the same; zero in padding rows. Kept elements are divided by 1 − p.
-    Comm:   none, backward neither.
+    Comm:   none, backward neither. Time and memory: a few int64 operations an element, on a CPU several times
+            torch's dropout.
     Errors: CP012 if x has other rows than the layout gives the rank, CP015, CP069 for p outside 0 to 1 or a seed
             that is not of integers.
     Source: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -141,15 +142,15 @@ def _signed(z: int) -> int:
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
     """z >> by as of uint64: the upper bits clear."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _uniform(states: torch.Tensor, seed: int) -> torch.Tensor:
     """_mix_int of every state + seed, its upper 53 bits: 0 to 2**53 − 1. int64 wraps as uint64 does."""
     z = states + _signed(seed)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
-    return _shift(z ^ _shift(z, 31), 11)
+    z.bitwise_xor_(_shift(z, 30)).mul_(_signed(_MIX1))
+    z.bitwise_xor_(_shift(z, 27)).mul_(_signed(_MIX2))
+    return _shift(z.bitwise_xor_(_shift(z, 31)), 11)
 
 
 def _states(
