@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +15,11 @@ BATCH, SEQ_LEN, CLASSES, WIDTH = 2, 13, 7, 16  # 13 tokens: the last shard is pa
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def step_of_the_guide(*, threads: bool = False) -> Callable[..., torch.Tensor]:
-    """train_step as the guide prints it.
-
-    threads: on ranks that are threads, which torch.distributed's functions do not know, its all_reduce is the group's.
-    """
+def step_of_the_guide() -> Callable[..., torch.Tensor]:
+    """train_step as the guide prints it."""
     (code,) = [b for b in re.findall(r"```python\n(.*?)```", _C.render_guide(), re.S) if "def train_step" in b]
     names: dict[str, Any] = {}
     exec(compile(code, "the guide", "exec"), names)
-    if threads:
-        names["dist"] = types.SimpleNamespace(all_reduce=lambda x, group: group.allreduce([x]).wait())
     return names["train_step"]
 
 

@@ -23,8 +23,10 @@ from ulysses_attention.processor import (  # noqa: E402
     register_backend,
     unregister_backend,
 )
+from ulysses_attention.randomness import token_dropout, token_noise  # noqa: E402
 from ulysses_attention.ranks import run_ranks  # noqa: E402
 from ulysses_attention.tokens import JointTokens, MaskLayout  # noqa: E402
+from ulysses_attention.training import loss_scale, sum_gradients, token_mean_loss, total_tokens  # noqa: E402
 
 shm.register()
 
@@ -39,11 +41,17 @@ __all__ = [
     "backends",
     "check_attention",
     "check_same",
+    "loss_scale",
     "merge_attention",
     "register_backend",
     "run_processes",
     "run_ranks",
     "sum_grad",
+    "sum_gradients",
+    "token_dropout",
+    "token_mean_loss",
+    "token_noise",
+    "total_tokens",
     "ulysses_attention",
     "unregister_backend",
 ]

@@ -7,10 +7,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from conftest import REPOSITORY
+from training_cases import (
+    causal_attention,
+    dropout_of,
+    layouts_of,
+    loss_of_one_process,
+    new_batch,
+    new_decoder,
+    sharded_attention,
+    whole_dropout,
+)
+from ulysses_attention import run_ranks
 
 README = (REPOSITORY / "README.md").read_text()
 DEV = REPOSITORY / "build" / "dev"
@@ -41,7 +54,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 6
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 7
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -56,6 +69,28 @@ def test_training_snippet_runs_under_torchrun(world: int, tmp_path: Path) -> Non
     # shows it too); the ranks have said by then what this test asks.
     assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
     assert text.count(f"rows {(3001 // (8 * world) + 1) * 8} True") == world, text
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_micro_batch_snippet_has_the_loss_and_the_gradients_of_one_process(world: int) -> None:
+    names: dict[str, Any] = {}
+    exec(snippet("def loss_and_gradients"), names)
+    alone, batches = new_decoder(causal_attention, whole_dropout(13)), [new_batch(13, 2, step) for step in range(2)]
+    tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = loss_of_one_process(alone, tokens, labels)
+    expected.backward()
+
+    def on_rank(rank: int, group: Any) -> tuple[float, list[torch.Tensor]]:
+        layout = layouts_of(13, world)["uneven"]
+        model = new_decoder(sharded_attention(group, layout), dropout_of(layout, rank))
+        own = [tuple(layout.shard(x, rank) for x in batch) for batch in batches]
+        loss = names["loss_and_gradients"](model, own, group)
+        return loss, [parameter.grad for parameter in model.parameters()]
+
+    for loss, grads in run_ranks(on_rank, world):
+        assert abs(loss - expected.item()) < 1e-5
+        for got, parameter in zip(grads, alone.parameters(), strict=True):
+            assert (got - parameter.grad).abs().max() < 1e-5 < parameter.grad.abs().max()
 
 
 def test_text_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:

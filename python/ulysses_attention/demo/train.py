@@ -43,7 +43,7 @@ def attention_call(run: str, group: Any, layout: ua.SequenceLayout) -> Attend:
 def train(run: str, rank: int, group: Any, settings: Settings, progress: Progress) -> list[float]:
     """The loss after every step, the same on each rank. group=None: the whole sequence in this process.
 
-    Comm: with a group, one all-reduce (sum) of all parameter gradients and the loss a step, beside the attention's.
+    Comm: with a group, one all-reduce of all parameter gradients and two small ones a step, beside the attention's.
     """
     layout = ua.SequenceLayout(SEQ_LEN, COPIES)
     model = ByteTransformer(settings.seed)
@@ -62,9 +62,12 @@ def train(run: str, rank: int, group: Any, settings: Settings, progress: Progres
         logits = model(own(batch.tokens), own(places, dim=0), attend)
         hidden = own(batch.hidden)
         total = F.cross_entropy(logits[hidden], own(batch.targets)[hidden], reduction="sum")
-        loss = total / batch.hidden.sum()  # the mean over all ranks' bytes: gradients of the ranks then sum
+        count = own(batch.hidden).sum()
+        loss = total / count if group is None else ua.token_mean_loss(total, count, group)
         loss.backward()
-        losses.append(_sum_over_group(loss, parameters, group))
+        if group is not None:
+            ua.sum_gradients(parameters, group)
+        losses.append(loss.item())
         for options in optimizer.param_groups:
             options["lr"] = settings.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
         optimizer.step()
@@ -72,19 +75,6 @@ def train(run: str, rank: int, group: Any, settings: Settings, progress: Progres
         if rank == 0:
             progress(step + 1, losses[-1])
     return losses
-
-
-def _sum_over_group(loss: torch.Tensor, parameters: list[torch.nn.Parameter], group: Any) -> float:
-    """Add up loss and parameter gradients over the ranks; the summed loss. One collective."""
-    if group is None:
-        return loss.item()
-    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    flat = torch.cat([loss.detach().reshape(1), *(g.flatten() for g in gradients)])
-    group.allreduce([flat]).wait()
-    pieces = torch.split(flat[1:], [p.numel() for p in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.grad = piece.view_as(parameter)
-    return float(flat[0])
 
 
 def _train_in_process(rank: int, group: Any, run: str, settings: Settings) -> list[float]:

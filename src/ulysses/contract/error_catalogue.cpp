@@ -125,6 +125,10 @@ constexpr std::array kEntries = std::to_array<CatalogueEntry>({
      "`check_same` found other values, another dtype or shape, or a missing tensor; often a seed that only one rank "
      "set",
      "the same seed on every rank, or a broadcast; the group stays usable"},
+    {"CP069", kInvalid, "arguments of a helper for training",
+     "gradients that cannot be summed, a loss that is not one number, no token to average over, or no valid seed or "
+     "probability",
+     "what the message says"},
     {"CP070", kUnsupported, "another torch version", "the library was built for another torch than the one imported",
      "install the torch in the message, or rebuild"},
     {"CP099", kInternal, "internal error", "the Python and the C++ part of this library do not fit each other",

@@ -203,34 +203,47 @@ constexpr std::string_view kGradients = R"(
 ## Gradients
 
 - dq, dk and dv of the local tokens are complete when backward returns: what other ranks' queries owe to local keys is in them.
-- Gradients of parameters are partial sums over the rank's tokens. *Sum* them over the group.
-- With a mean loss over all S tokens, let each rank compute `local_sum / S` and sum the parameter gradients. If each rank
-  takes the mean of its own tokens, average the gradients instead; that is right only for shards with equally many real tokens.
-  A wrapper that averages (data parallel) wants `local_sum * cp_size / S`.
+- Gradients of parameters are partial sums over the rank's tokens. *Sum* them over the group, once a step: after the last
+  backward, before clipping and the optimizer. `sum_gradients(model.parameters(), group)` does.
+- The loss is the mean over all S tokens that count, so each rank backpropagates `local_sum / S`.
+  `token_mean_loss(local_sum, count, group)` finds S, has that gradient, and is the mean of all tokens on every rank. The
+  mean of the ranks' means is another number wherever shards differ in real tokens; code that takes its own mean multiplies
+  it by `loss_scale(layout, rank)`.
+- A wrapper that averages wants `local_sum * cp_size / S`: `averaged_over=` the size of the wrapper's group.
+
+| gradients are combined by | loss | after backward |
+|---|---|---|
+| nobody else | `token_mean_loss(local_sum, count, group)` | `sum_gradients(parameters, group)` |
+| DDP or `fully_shard` over all ranks, data parallel × context parallel as one dimension | `token_mean_loss(local_sum, count, everyone, averaged_over=everyone.size())` | nothing |
+| DDP or `fully_shard` over the data-parallel ranks | `token_mean_loss(local_sum, count, everyone, averaged_over=dp_size)` | `sum_gradients(parameters, cp_group)` |
+
+- Several micro-batches: `total = total_tokens(count_of_all_of_them, group)` first, `total=total` in the loss of each, and
+  `sum_gradients` after the last.
+- torch's dropout and randn draw other numbers for other numbers of ranks. `token_dropout(x, p, (seed, step, layer), layout,
+  rank)` and `token_noise(shape, layout, rank, seed=seed)` do not: a token has the same ones on whichever rank it is.
 - What every rank holds alike (joint tokens, replicated k and v, sinks, a global mask) gets a partial gradient on each rank:
   summed over the ranks it is the gradient. `sum_grad(x, group)` in front of the first use makes it whole for everything
-  before; a parameter that is summed by the loop below must not pass through it as well.
+  before; a parameter that `sum_gradients` gets must not pass through it as well.
 - Padding rows come back zero from attention and receive zero gradient. Behind the next bias or residual they are zero no
   more, and `layout.shard(labels)` pads labels with 0, a real class: leave the padding out of the loss.
 
 ```python
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from ulysses_attention import sum_gradients, token_mean_loss
 
 
 def train_step(model, optimizer, tokens, labels, layout, group):
-    """tokens and labels [B, S], equal on every rank; model(local_tokens) -> logits [B, S_local, classes]."""
+    """tokens and labels [B, S], equal on every rank, -100 for no label; model(local_tokens) -> [B, S_local, classes]."""
     rank, real = group.rank(), layout.lengths[group.rank()]
     logits = model(layout.shard(tokens, rank))[:, :real]
     targets = layout.shard(labels, rank)[:, :real]
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels.numel()
+    loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    loss = token_mean_loss(loss_sum, (targets != -100).sum(), group)
     optimizer.zero_grad()
     loss.backward()
-    for parameter in model.parameters():  # partial sums over this rank's tokens
-        dist.all_reduce(parameter.grad, group=group)
+    sum_gradients(model.parameters(), group)  # until here, partial sums over this rank's tokens
     optimizer.step()
-    return loss.detach()  # this rank's part of the loss
+    return loss.detach()  # the mean over all tokens, the same on every rank
 ```
 )";
 
