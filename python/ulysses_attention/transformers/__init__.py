@@ -14,7 +14,8 @@ Loss:     labels are shifted before they are sharded and divided by the number o
           gradients. DistributedDataParallel averages gradients instead: multiply the loss by cp_size.
 Trainer:  it gives each process its own batch, counts num_items_in_batch over all processes and wraps the model in
           DistributedDataParallel. Give the ranks of one group the same batch, and a loss that sums over them.
-Compile:  torch.compile(fullgraph=True) of the layers or the whole model, after parallelize. Gradient checkpointing:
+Compile:  torch.compile(fullgraph=True) of the layers or the whole model, after parallelize. The whole model is compiled
+          again for each length. Gradient checkpointing:
           recomputation sees the lengths and the padding of its own forward, whatever was called in between.
 Refused, on every rank before attention communicates: generation and caches, packed documents, windows shorter than the
           sequence, attention dropout, 4-D masks, output_attentions, encoder-decoders, models that mix tokens by other

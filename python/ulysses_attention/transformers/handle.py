@@ -113,6 +113,7 @@ class Handle:
 
     def layout_for(self, seq_len: int) -> SequenceLayout:
         """Which rank holds which of so many tokens. Errors: CP010, CP011 and others of SequenceLayout."""
+        seq_len = len(range(seq_len))  # a number: while tracing, seq_len may be a symbol, and lengths are not
         return _layout(seq_len, self._size, EXACT if self._policy is None else self._policy)
 
     def gather(
