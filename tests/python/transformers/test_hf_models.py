@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import alone, assert_same, inputs_of, local_only, new_model, on_ranks, real_rows
 
-FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "gpt_oss"]
+FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"]
 
 
 def assert_equals_one_process(make: Any, given: dict[str, Any], world: int, **options: Any) -> None:

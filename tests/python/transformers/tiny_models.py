@@ -42,11 +42,16 @@ def config_of(name: str, **changes: Any) -> Any:
         return transformers.Gemma3TextConfig(**{**GEMMA, **SIZES, **changes})
     if name == "gemma2":  # caps scores at 4, which these weights reach
         return transformers.Gemma2Config(**{**GEMMA, "attn_logit_softcapping": 4.0, **SIZES, **changes})
+    if name == "deepseek_v3":  # value heads are smaller than those of keys
+        heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 4, "num_key_value_heads": 6}
+        ranks = {"kv_lora_rank": 8, "q_lora_rank": 16, "first_k_dense_replace": 2, "n_routed_experts": 8}
+        return transformers.DeepseekV3Config(**{**SIZES, **heads, **ranks, **changes})
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 13}
     return transformers.GptOssConfig(**{**experts, "layer_types": GEMMA["layer_types"], **SIZES, **changes})
 
 
 CLASSES = {
+    "deepseek_v3": transformers.DeepseekV3ForCausalLM,
     "llama": transformers.LlamaForCausalLM,
     "qwen3": transformers.Qwen3ForCausalLM,
     "gemma3": transformers.Gemma3ForCausalLM,
