@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import SIZES, inputs_of, new_model, wake
+from tiny_models import SIZES, inputs_of, new_model
 
 import ulysses_attention as ua
 from ulysses_attention.transformers import parallelize
@@ -224,26 +224,6 @@ def test_models_that_would_differ_on_shards_are_refused_at_once(make: Any, words
     for word in (*words, "Fix: "):
         assert word in message, message
     assert model.config._attn_implementation == before and not model._forward_pre_hooks
-
-
-def test_models_that_count_positions_in_their_own_way_need_them_given() -> None:
-    def make() -> Any:
-        sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 64}
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
-        wake(model)
-        return model
-
-    assert_refused({"input_ids": IDS}, ["position_ids is not given", "torch.arange(13)"], make)
-
-    def on_rank(rank: int, group: Any) -> torch.Tensor:
-        model = make()
-        handle = parallelize(model, group)
-        return handle.gather(model(input_ids=IDS, position_ids=torch.arange(13)[None]).logits, grad="slice")
-
-    expected = make()(input_ids=IDS).logits
-    for got in ua.run_ranks(on_rank, 2):
-        assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_only_models_of_transformers_and_one_dimensional_groups() -> None:

@@ -27,7 +27,7 @@ SIZES = {
 }
 GEMMA = {
     "head_dim": 8,
-    "query_pre_attn_scalar": 8,
+    "query_pre_attn_scalar": 3,  # scores are not scaled by head_dim
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 13,
 }
