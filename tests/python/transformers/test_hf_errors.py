@@ -131,8 +131,7 @@ def test_cp042_attention_dropout_is_refused_in_training_only() -> None:
 
 
 def test_rotation_that_depends_on_the_length_is_refused_beyond_its_limit() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    make = functools.partial(new_model, "llama", rope_parameters=rope, max_position_embeddings=8)
+    make = functools.partial(new_model, "llama", rope_parameters=DYNAMIC, max_position_embeddings=8)
     assert_refused({"input_ids": IDS}, ["seq_len=13 is beyond 8", "at most 8 tokens"], make)
 
 
@@ -200,6 +199,7 @@ def test_a_second_parallelize_is_refused() -> None:
 
 
 BERT = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 JAMBA = {"use_mamba_kernels": False, "num_experts": 2, "mamba_d_state": 4}
 
 
@@ -214,8 +214,14 @@ JAMBA = {"use_mamba_kernels": False, "num_experts": 2, "mamba_d_state": 4}
         (lambda: transformers.JambaForCausalLM(transformers.JambaConfig(**{**SIZES, **JAMBA})), ["Conv1d"]),
         (lambda: transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SIZES, num_local_experts=2)),
          ["mixes tokens by chunked_attention"]),
+        (lambda: transformers.MptForCausalLM(transformers.MptConfig(d_model=48, n_heads=6, n_layers=1, vocab_size=64)),
+         ["is made of attn_config"]),
+        (lambda: transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=48, n_head=6, n_layer=1,
+                                                                        vocab_size=64)), ["takes no position_ids"]),
+        (lambda: new_model("gemma3", rope_parameters={"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}),
+         ["rotations that depend on the length", "yarn"]),
     ],
-    ids=["classification", "answering", "pooler", "encoder-decoder", "mamba", "chunks"],
+    ids=["classification", "answering", "pooler", "encoder-decoder", "mamba", "chunks", "configs", "alibi", "rope"],
 )  # fmt: skip
 def test_models_that_would_differ_on_shards_are_refused_at_once(make: Any, words: list[str]) -> None:
     model = make()
