@@ -54,7 +54,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 7
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 8
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -107,6 +107,21 @@ def test_check_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:
 def test_backend_snippet_gives_each_rank_its_rows(tmp_path: Path) -> None:
     text = run(sys.executable, script(snippet("register_backend"), tmp_path))
     assert text.strip() == "[torch.Size([1, 8, 4, 16]), torch.Size([1, 8, 4, 16])]"
+
+
+def test_language_model_snippet_gives_the_gradients_of_one_process(tmp_path: Path) -> None:
+    parallel = "parallelize(model, dist.group.WORLD)"
+    alone = "model(input_ids=ids, labels=ids).loss.backward()\nalone = [p.grad for p in model.parameters()]\n"
+    shown = (
+        "error = max((p.grad - g).norm() / g.norm() for p, g in zip(model.parameters(), alone))\n"
+        "print(f'error {error <= 1e-4}\\n', end='')\ndist.destroy"
+    )
+    source = snippet("LlamaForCausalLM").replace(parallel, f"{alone}model.zero_grad()\n{parallel}")
+    text = run(
+        "torchrun", "--standalone", "--nproc-per-node", 2, script(source.replace("dist.destroy", shown), tmp_path)
+    )
+    assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
+    assert text.count("error True") == 2, text
 
 
 def test_doctor_snippet_gets_the_verdicts_that_stand_beside_the_commands(tmp_path: Path) -> None:
