@@ -1,4 +1,4 @@
-"""Tiny transformers of every family that has a plan, as data: class, sizes, inputs. Weights are random, none are loaded.
+"""Tiny transformers of every family that has a plan, as data: class, sizes, inputs. Weights are random.
 
 Token counts do not divide by 2 or 4, batch rows differ, masks hide something in one row, heads (3) do not divide.
 """

@@ -49,8 +49,20 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
     kernel: str | Callable[..., Any]
     agreement: str
     num_q_per_kv: int  # of a processor that repeats keys and values
-    forget: Callable[[], None]
+    removed: bool  # from its model, to which something else may bring it back
+    _forget: Callable[[], None]
     _local: Callable[..., Any]  # of the call that runs
+
+    def retire(self) -> None:
+        """Ends its use: what it holds outside itself is let go, and a later call is an error."""
+        self._forget()
+        self.removed = True
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"[parallelize] {type(self).__name__} belongs to the ranks of a group and can be neither copied nor saved. "
+            f"Fix: handle.remove() first, then copy or save the model, then parallelize again."
+        )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> torch.Tensor:
         out: torch.Tensor = self._local(q, k, v, call.attn_mask, call.softmax_scale)
@@ -66,6 +78,11 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
         local: Callable[..., Any],
     ) -> torch.Tensor:
         """The processor's attention, over all tokens. Shapes: [B, S_local, H, D] → [B, S_local, H, D_v]."""
+        if self.removed:
+            raise RuntimeError(
+                f"[parallelize] {type(self).__name__} was set again after handle.remove() took it off the model. Fix: "
+                f"set_attn_processor with processors of diffusers; undo what was done in between before remove()."
+            )
         if isinstance(self.attends, str):
             return local(query, key, value, attn_mask, options.softmax_scale)
         if options.dropout_p != 0.0 or options.is_causal or options.attention_kwargs:
@@ -164,8 +181,14 @@ def _key_mask(mask: torch.Tensor | None, attends: Attend) -> torch.Tensor | None
     )
 
 
-def _q_per_kv(attention: torch.nn.Module) -> int:
+def _q_per_kv(attention: torch.nn.Module | None) -> int:
     """Query heads per KV head, by the widths of the projections."""
+    if not all(hasattr(attention, name) for name in ("heads", "to_q", "to_k")):
+        raise ValueError(
+            f"[ulysses_processor] repeats_kv=True reads how often from heads, to_q and to_k of the attention, and "
+            f"{type(attention).__name__} has none. Fix: attention=module, or repeats_kv=False (repeated keys travel)."
+        )
+    assert attention is not None
     heads = int(attention.heads)  # type: ignore[arg-type]
     head_dim = attention.to_q.out_features // heads  # type: ignore[union-attr,operator]
     return int(heads // (attention.to_k.out_features // head_dim))  # type: ignore[union-attr,operator]
@@ -188,7 +211,8 @@ def ulysses_processor(
     Without a layout the ranks exchange their numbers of tokens in every call. attention: the module that it is for,
     needed where attends.repeats_kv.
     Comm:   as ulysses_attention; none for attends="local".
-    Errors: NotImplementedError for a processor whose attention cannot be exchanged.
+    Errors: NotImplementedError for a processor whose attention cannot be exchanged, or that is asked for dropout,
+            is_causal or attention_kwargs; ValueError for repeats_kv without an attention that says how often.
     """
     if isinstance(processor, (UlyssesAttnProcessor, torch.nn.Module)) or not has_seam(processor):
         raise NotImplementedError(
@@ -197,6 +221,8 @@ def ulysses_processor(
             f"scaled_dot_product_attention. Fix: set another processor first."
         )
     group, _ = resolve_group(cp_group)
+    repeats = not isinstance(attends, str) and attends.repeats_kv
+    num_q_per_kv = _q_per_kv(attention) if repeats else 1
     made: UlyssesAttnProcessor
 
     def attend(*call: Any) -> torch.Tensor:
@@ -204,12 +230,11 @@ def ulysses_processor(
 
     rebound = rebind(processor, attend)
     kind = type(processor)
-    made_kind: Any = type(f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), {"__call__": rebound.call})
+    made_kind: Any = type(f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), rebound.methods)
     made = made_kind.__new__(made_kind)
     UlyssesAttentionProcessor.__init__(made)
     made.__dict__.update(vars(processor))
     made.group, made.attends, made.streams, made.layout = group, attends, streams, layout
-    made.strategy, made.kernel, made.agreement, made.forget = strategy, kernel, agreement, rebound.forget
-    repeats = not isinstance(attends, str) and attends.repeats_kv
-    made.num_q_per_kv = _q_per_kv(attention) if repeats and attention is not None else 1
+    made.strategy, made.kernel, made.agreement, made.num_q_per_kv = strategy, kernel, agreement, num_q_per_kv
+    made.removed, made._forget = False, rebound.forget
     return made

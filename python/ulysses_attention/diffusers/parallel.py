@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -120,6 +121,13 @@ class _Parallelized:
             if problem:
                 raise NotImplementedError(f"[parallelize] {problem}")
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"[parallelize] a parallelized {type(self.model).__name__} belongs to the ranks of a group and can be "
+            f"neither copied nor pickled as a whole. Fix: handle.remove() first, then copy, then parallelize again; "
+            f"state_dict() and save_pretrained() work as they are."
+        )
+
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -131,14 +139,17 @@ class _Parallelized:
                     processor._attention_backend = backend
                 module.set_processor(processor)
         for ours in {id(ours): ours for ours in self._ours.values()}.values():
-            ours.forget()
+            ours.retire()
         self._hooks, self._before, self._ours = [], [], {}
         if getattr(self.model, _MARK, None) is self:
             delattr(self.model, _MARK)
 
 
 def _same_kind(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and vars(a) == vars(b)
+    """Whether one processor can stand for both: alike, and with nothing inside that a call could change."""
+    values = [*vars(a).values(), *vars(b).values()]
+    plain = all(value is None or isinstance(value, (bool, int, float, str, enum.Enum)) for value in values)
+    return type(a) is type(b) and (a is b or (plain and vars(a) == vars(b)))
 
 
 def _models(model_or_pipeline: Any) -> list[torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""Every family that has a plan, over ranks: the same output and gradients as on one process, and no trace afterwards."""
+"""Every family that has a plan, over ranks: output and gradients of one process, and no trace afterwards."""
 
 from __future__ import annotations
 
