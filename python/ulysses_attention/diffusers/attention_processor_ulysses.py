@@ -19,6 +19,7 @@ from ulysses_attention.diffusers.plan import Attend
 from ulysses_attention.diffusers.seam import NATIVE, Options, has_seam, rebind
 from ulysses_attention.diffusers.streams import EXACT, Streams
 from ulysses_attention.layout import SequenceLayout
+from ulysses_attention.policy import UlyssesContextParallelPolicy
 from ulysses_attention.processor import AttendCall, UlyssesAttentionProcessor
 from ulysses_attention.tokens import JointTokens, MaskLayout
 
@@ -45,6 +46,7 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
     attends: Attend | Literal["local"]
     streams: Streams | None  # of a parallelized model; None: layout says which tokens the ranks hold
     layout: SequenceLayout | None
+    policy: UlyssesContextParallelPolicy  # of a parallelized model; how tokens are cut is in its streams
     strategy: str
     kernel: str | Callable[..., Any]
     agreement: str
@@ -95,7 +97,7 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
             key, value = key[:, :, :: self.num_q_per_kv], value[:, :, :: self.num_q_per_kv]
         mask = _key_mask(attn_mask, self.attends)
         arguments = {"strategy": self.strategy, "agreement": self.agreement, "softmax_scale": options.softmax_scale}
-        if options.backend == NATIVE or self.kernel != "auto":
+        if options.backend == NATIVE or self.kernel != "auto" or self.policy.backend_name != EXACT.backend_name:
             return self._attention(ulysses_attention, query, key, value, mask, arguments | {"kernel": self.kernel})
         self._local = local
         try:
@@ -117,8 +119,9 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
         if mask is not None:
             arguments |= {"attn_mask": mask, "mask_layout": OWN_KEYS}
         if streams is None or not self.attends.q:
-            policy = EXACT if self.layout is None else None
+            policy = self.policy if self.layout is None else None
             return run(q, k, v, self.group, layout=self.layout, policy=policy, **arguments)
+        arguments["policy"] = self.policy
         kv = self.attends.q if self.attends.kv is None else self.attends.kv
         whole = [stream for stream in {*self.attends.q, *kv} if streams.layout(stream) is None]
         if not whole:
@@ -209,7 +212,7 @@ def ulysses_processor(
     """A processor with the code of another one, and attention over the tokens of every rank of the group.
 
     Without a layout the ranks exchange their numbers of tokens in every call. attention: the module that it is for,
-    needed where attends.repeats_kv.
+    needed where attends.repeats_kv. retire() of what it returns ends its use.
     Comm:   as ulysses_attention; none for attends="local".
     Errors: NotImplementedError for a processor whose attention cannot be exchanged, or that is asked for dropout,
             is_causal or attention_kwargs; ValueError for repeats_kv without an attention that says how often.
@@ -236,5 +239,6 @@ def ulysses_processor(
     made.__dict__.update(vars(processor))
     made.group, made.attends, made.streams, made.layout = group, attends, streams, layout
     made.strategy, made.kernel, made.agreement, made.num_q_per_kv = strategy, kernel, agreement, num_q_per_kv
+    made.policy = EXACT if streams is None else streams.policy.replace(require_seq_divisible=False)
     made.removed, made._forget = False, rebound.forget
     return made

@@ -39,6 +39,11 @@ class Handle:
         """The plan of each model."""
         return [model.plan for model in self._models]
 
+    @property
+    def streams(self) -> list[Streams]:
+        """Of each model, which tokens this rank holds: `is_sharded`, `shard` and `gather` for tensors in between."""
+        return [model.streams for model in self._models]
+
     def sharded_lengths(self) -> list[tuple[int, int]]:
         """Of each sharded stream of the last forward: (tokens on all ranks, tokens of this rank)."""
         return [lengths for model in self._models for lengths in model.streams.sharded_lengths()]
@@ -181,9 +186,13 @@ def parallelize(
     Each rank calls the model, or its pipeline, with the same whole inputs and gets the same whole output. Inside, every
     rank holds a part of the tokens, and attention sees all of them.
 
+    Tensors are sharded from the modules that plan.inputs and plan.outputs name to the output of those in plan.gather.
+    What keeps activations of both sides, such as a step cache of your own, tells them apart by
+    `handle.streams[0].is_sharded(x, "image")`.
+
     plan:   how the model is cut; default: that of its family, else one made from the model's own context parallel plan.
     policy: None cuts exactly, within one token a rank. One that pads or refuses is kept: lengths that do not divide are
-            an error.
+            an error. Its backend_name, unless "ulysses", goes before the backend that is active in diffusers.
     strategy, kernel, agreement: as in ulysses_attention. kernel="auto" is the backend that is active in diffusers.
     Comm:   in forward those of `strategy` for each attention, and one gather a border; in backward as many.
     Gradients: of parameters are partial; their sum over the ranks is the gradient, for a loss that every rank computes

@@ -119,6 +119,20 @@ class Streams:
         """(tokens on all ranks, tokens of this rank) of each stream that is cut."""
         return [(x.seq_len, x.lengths[self.rank]) for x in self._layouts.values() if x is not None]
 
+    def is_sharded(self, x: torch.Tensor, *streams: str, dim: int = 1) -> bool:
+        """Whether a dimension counts this rank's tokens of the streams that stand in a row there, and not all of them.
+
+        For what keeps activations between calls, such as a step cache. A rank that holds all tokens says False.
+        Errors: ValueError that names both lengths if it counts neither.
+        """
+        whole, own = sum(map(self.tokens, streams)), sum(map(self.local_tokens, streams))
+        if x.size(dim) not in (whole, own):
+            raise ValueError(
+                f"[parallelize] dim {dim} of {list(x.shape)} counts neither the {whole} tokens of {'+'.join(streams)} "
+                f"on all ranks nor the {own} of rank {self.rank}. Fix: another dim, or the streams of this tensor."
+            )
+        return x.size(dim) != whole
+
     def first_token(self, stream: str) -> int:
         """The place of this rank's first token in a stream."""
         layout = self.layout(stream)
