@@ -119,6 +119,7 @@ class _Parallelized:
                     f"parallelize and sees the tokens of this rank only. Fix: handle.remove() first, then what sets "
                     f"processors (fuse_qkv_projections, load_ip_adapter, set_attn_processor), then parallelize again."
                 )
+        _check_not_cut_by_diffusers(model)
         check_cache(model)
         self.streams.begin(checkpointing=bool(getattr(model, "gradient_checkpointing", True)))
         if self.plan.check is not None:
@@ -222,9 +223,13 @@ def _check_free(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if hasattr(model, _MARK):
         raise ValueError(f"[parallelize] {name} is parallelized already. Fix: remove() of its handle first.")
+    _check_not_cut_by_diffusers(model)
+    check_cache(model)
+
+
+def _check_not_cut_by_diffusers(model: torch.nn.Module) -> None:
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
-            f"[parallelize] diffusers' own context parallelism is enabled on {name}; tokens would be cut twice. "
-            f"Fix: a model on which enable_parallelism was not called."
+            f"[parallelize] diffusers' own context parallelism is enabled on {type(model).__name__}; tokens would be "
+            f"cut twice. Fix: a model on which enable_parallelism was not called."
         )
-    check_cache(model)

@@ -141,7 +141,13 @@ class Streams:
     def shard(self, x: torch.Tensor, rule: Shard | Segments) -> torch.Tensor:
         """This rank's part of a tensor. Comm: none."""
         if isinstance(rule, Segments):
-            parts = x.split([self.tokens(stream) for stream in rule.streams], rule.dim)
+            lengths = [self.tokens(stream) for stream in rule.streams]
+            if x.size(rule.dim) != sum(lengths):
+                raise ValueError(
+                    f"[parallelize] a tensor with {x.size(rule.dim)} tokens is declared as the streams "
+                    f"{rule.streams} in a row, which have {lengths}. Fix: another dim or other streams in the plan."
+                )
+            parts = x.split(lengths, rule.dim)
             own = [self.shard(part, Shard(rule.dim, stream)) for part, stream in zip(parts, rule.streams, strict=True)]
             return torch.cat(own, rule.dim)
         if rule.ndim is not None and (x.dim() != rule.ndim or x.size(rule.dim) == 1):

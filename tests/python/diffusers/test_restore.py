@@ -154,18 +154,27 @@ def test_again_after_remove() -> None:
         run_ranks(lambda rank, group: on_rank(group, models[rank], wanted, {}), 2)
 
 
-def test_diffusers_own_context_parallelism_is_refused() -> None:
+def _both_parallelisms(rank: int, group: Any) -> None:
     from diffusers import ContextParallelConfig
 
-    model = _model("flux")
-    model._parallel_config = ContextParallelConfig(ulysses_degree=2)
+    for ours_first in (False, True):
+        model = _model("wan")
+        with contextlib.ExitStack() as stack:
+            if ours_first:
+                stack.enter_context(parallelize(model, group))
+            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=group.size()))
+            with pytest.raises(
+                ValueError, match=r"would be cut twice. Fix: a model on which enable_parallelism was no"
+            ):
+                if ours_first:
+                    call_without_gradient(model, family("wan").inputs)
+                else:
+                    parallelize(model, group)
+        assert not rebound_modules()
 
-    def check(group: Any) -> None:
-        with pytest.raises(ValueError, match=r"would be cut twice. Fix: a model on which enable_parallelism was not"):
-            parallelize(model, group)
 
-    _alone(check)
-    assert hooks_of(model) == 0
+def test_diffusers_own_context_parallelism_is_refused(gloo: Callable[[int], Any]) -> None:
+    gloo(2).run(_both_parallelisms)
 
 
 @pytest.mark.parametrize(
