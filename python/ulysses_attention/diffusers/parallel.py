@@ -13,7 +13,7 @@ import torch
 from ulysses_attention._request import resolve_group
 from ulysses_attention.diffusers import border
 from ulysses_attention.diffusers.attention_processor_ulysses import UlyssesAttnProcessor, ulysses_processor
-from ulysses_attention.diffusers.caches import check_cache
+from ulysses_attention.diffusers.caches import check_cache, check_not_cut_by_diffusers
 from ulysses_attention.diffusers.choose import plan_for
 from ulysses_attention.diffusers.plan import ShardingPlan
 from ulysses_attention.diffusers.streams import Streams
@@ -119,7 +119,7 @@ class _Parallelized:
                     f"parallelize and sees the tokens of this rank only. Fix: handle.remove() first, then what sets "
                     f"processors (fuse_qkv_projections, load_ip_adapter, set_attn_processor), then parallelize again."
                 )
-        _check_not_cut_by_diffusers(model)
+        check_not_cut_by_diffusers(model)
         check_cache(model)
         self.streams.begin(checkpointing=bool(getattr(model, "gradient_checkpointing", True)))
         if self.plan.check is not None:
@@ -223,13 +223,5 @@ def _check_free(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if hasattr(model, _MARK):
         raise ValueError(f"[parallelize] {name} is parallelized already. Fix: remove() of its handle first.")
-    _check_not_cut_by_diffusers(model)
+    check_not_cut_by_diffusers(model)
     check_cache(model)
-
-
-def _check_not_cut_by_diffusers(model: torch.nn.Module) -> None:
-    if getattr(model, "_parallel_config", None) is not None:
-        raise ValueError(
-            f"[parallelize] diffusers' own context parallelism is enabled on {type(model).__name__}; tokens would be "
-            f"cut twice. Fix: a model on which enable_parallelism was not called."
-        )

@@ -154,27 +154,37 @@ def test_again_after_remove() -> None:
         run_ranks(lambda rank, group: on_rank(group, models[rank], wanted, {}), 2)
 
 
-def _both_parallelisms(rank: int, group: Any) -> None:
+def _enabled(model: Any) -> None:
+    """What enable_parallelism leaves; it asks for an accelerator by itself."""
     from diffusers import ContextParallelConfig
 
-    for ours_first in (False, True):
-        model = _model("wan")
+    model._parallel_config = ContextParallelConfig(ulysses_degree=2)
+
+
+def _only_hooks(model: Any) -> None:
+    from diffusers.hooks import apply_context_parallel
+
+    config = types.SimpleNamespace(_mesh=None, _flattened_mesh=None, ulysses_anything=False, ring_anything=False)
+    apply_context_parallel(model, config, model._cp_plan)
+
+
+@pytest.mark.parametrize("enable", [_enabled, _only_hooks])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_diffusers_own_context_parallelism_is_refused(enable: Callable[[Any], None], ours_first: bool) -> None:
+    model = _model("wan")
+
+    def check(group: Any) -> None:
         with contextlib.ExitStack() as stack:
             if ours_first:
                 stack.enter_context(parallelize(model, group))
-            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=group.size()))
+            enable(model)
             with pytest.raises(
                 ValueError, match=r"would be cut twice. Fix: a model on which enable_parallelism was no"
             ):
-                if ours_first:
-                    call_without_gradient(model, family("wan").inputs)
-                else:
-                    parallelize(model, group)
-        assert not rebound_modules()
+                call_without_gradient(model, family("wan").inputs) if ours_first else parallelize(model, group)
+        assert hooks_of(model) == 0
 
-
-def test_diffusers_own_context_parallelism_is_refused(gloo: Callable[[int], Any]) -> None:
-    gloo(2).run(_both_parallelisms)
+    _alone(check)
 
 
 @pytest.mark.parametrize(
