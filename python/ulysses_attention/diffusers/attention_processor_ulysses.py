@@ -233,7 +233,9 @@ def ulysses_processor(
 
     rebound = rebind(processor, attend)
     kind = type(processor)
-    made_kind: Any = type(f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), rebound.methods)
+    made_kind: Any = type(
+        f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), {**rebound.methods, "__module__": kind.__module__}
+    )
     made = made_kind.__new__(made_kind)
     UlyssesAttentionProcessor.__init__(made)
     made.__dict__.update(vars(processor))

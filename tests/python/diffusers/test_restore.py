@@ -50,6 +50,7 @@ def test_remove_restores_processors_hooks_and_modules() -> None:
         assert hooks_of(model) > 0 and rebound_modules()
         for path, processor in processors_of(model).items():
             assert isinstance(processor, type(before[path]))
+            assert type(processor).__module__ == type(before[path]).__module__
         handle.remove()
         handle.remove()
 
