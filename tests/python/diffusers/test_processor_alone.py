@@ -45,10 +45,9 @@ def test_a_model_whose_tokens_the_caller_shards(world: int, with_layout: bool) -
         out.square().sum().backward()  # a loss over this rank's own tokens
         gradient = model.x_embedder.weight.grad
         group.allreduce([gradient]).wait()
-        reference = copy.deepcopy(wanted.model)
+        reference: Any = copy.deepcopy(wanted.model)
         call(reference, wanted.inputs).square().sum().backward()
-        wanted_gradient = reference.x_embedder.weight.grad  # type: ignore[union-attr]
-        assert_output(gradient / 10, wanted_gradient / 10)
+        assert_output(gradient, reference.get_parameter("x_embedder.weight").grad)
         model.set_attn_processor(before)
         processor.retire()
 

@@ -143,7 +143,7 @@ def test_ranks_that_hold_different_things_are_named(what: str) -> None:
 def test_gradients_and_mode_of_the_model_are_kept() -> None:
     model, inputs = own_models.own()
     model.train()
-    model.proj_in.weight.grad = torch.full_like(model.proj_in.weight, 3.0)  # type: ignore[union-attr,arg-type,operator]
+    model.proj_in.weight.grad = torch.full_like(model.proj_in.weight, 3.0)  # type: ignore[union-attr,arg-type]
 
     def on_rank(rank: int, group: Any) -> bool:
         return verify(model, inputs, group, plan=OWN_PLAN).ok
