@@ -145,6 +145,11 @@ def _qwen_controlnet(text: int, masked: bool) -> dict[str, Any]:
     return _qwen(text, masked) | {"controlnet_block_samples": [noise(2, 15, 48, seed=5), noise(2, 15, 48, seed=6)]}
 
 
+def _qwen_edit(text: int, masked: bool) -> dict[str, Any]:
+    """A second image whose tokens are modulated at time zero: a number for each token says which."""
+    return _qwen(text, masked) | {"img_shapes": [[(1, 3, 3), (1, 2, 3)]] * 2}
+
+
 def _ltx(text: int, masked: bool) -> dict[str, Any]:
     return {
         "hidden_states": noise(2, FRAMES, 4),
@@ -187,6 +192,10 @@ def _z_image(text: int, masked: bool) -> dict[str, Any]:
 def _cosmos(text: int, masked: bool) -> dict[str, Any]:
     inputs = _wan(text, masked) | {"fps": 16}
     return inputs | {"timestep": torch.tensor([0.5, 0.7])[:, None, None, None, None].expand(2, 1, 3, 1, 1)}
+
+
+def _cosmos_controlnet(text: int, masked: bool) -> dict[str, Any]:
+    return _cosmos(text, masked) | {"block_controlnet_hidden_states": [noise(2, FRAMES, 48, seed=5)]}
 
 
 def _cogvideox(text: int, masked: bool) -> dict[str, Any]:
@@ -291,6 +300,7 @@ FAMILIES: dict[str, Family] = {
     "wan_vace": Family("WanVACETransformer3DModel", WAN | {"vace_layers": [0, 1], "vace_in_channels": 6}, _wan_vace),
     "qwen": Family("QwenImageTransformer2DModel", QWEN, _qwen),
     "qwen_controlnet": Family("QwenImageTransformer2DModel", QWEN, _qwen_controlnet),
+    "qwen_edit": Family("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, _qwen_edit),
     "ltx": Family("LTXVideoTransformer3DModel", LTX, _ltx),
     "ltx2": Family("LTX2VideoTransformer3DModel", LTX2, _ltx2),
     "ltx2_split_rope": Family("LTX2VideoTransformer3DModel", LTX2 | {"rope_type": "split"}, _ltx2),
@@ -302,6 +312,9 @@ FAMILIES: dict[str, Family] = {
     "z_image": Family("ZImageTransformer2DModel", z_image(3), _z_image),
     "z_image_30_heads": Family("ZImageTransformer2DModel", z_image(30, layers=1), _z_image),
     "cosmos": Family("CosmosTransformer3DModel", COSMOS, _cosmos),
+    "cosmos_controlnet": Family(
+        "CosmosTransformer3DModel", COSMOS | {"controlnet_block_every_n": 2}, _cosmos_controlnet
+    ),
     "cogvideox": Family("CogVideoXTransformer3DModel", COGVIDEOX, _cogvideox),
     "sd3": Family("SD3Transformer2DModel", SD3, _sd3),
     "sd3_controlnet": Family("SD3Transformer2DModel", SD3, _sd3_controlnet),
