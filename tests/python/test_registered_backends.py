@@ -14,7 +14,11 @@ import pytest
 
 import ulysses_attention
 from ulysses_attention import UlyssesAttentionProcessor, backends, unregister_backend
+from ulysses_attention.diffusers import UlyssesAttnProcessor
 from ulysses_attention.processor import CallableProcessor
+
+# The kernel= of one call, and what stands in a model of diffusers: made for a call or a model, not chosen by name.
+INTERNAL = frozenset({CallableProcessor, UlyssesAttnProcessor})
 
 
 def unregistered_backends(
@@ -59,7 +63,7 @@ def test_every_subclass_in_package_and_examples_is_registered() -> None:
     registered = backends()
     for name in set(registered) - before:
         unregister_backend(name)
-    internal = frozenset({UlyssesAttentionProcessor, CallableProcessor})  # CallableProcessor: the kernel= of one call
+    internal = INTERNAL | {UlyssesAttentionProcessor}
     root = ulysses_attention._C.UlyssesAttentionProcessor
     assert unregistered_backends(root, homes, registered.values(), internal) == []
     assert {"examples_diffusers_flux", "ulysses_attention.processor"} <= set(homes)
@@ -71,7 +75,7 @@ def test_the_scan_finds_a_planted_subclass_at_any_depth() -> None:
 
     Planted.__module__ = "ulysses_attention.planted"
     scan = lambda *registered: unregistered_backends(UlyssesAttentionProcessor, ["ulysses_attention"], registered,  # noqa: E731
-                                                     frozenset({CallableProcessor}))  # fmt: skip
+                                                     INTERNAL)  # fmt: skip
     assert [name.rsplit(".", 1)[1] for name in scan()] == ["Planted"]
     assert scan(Planted()) == []
 

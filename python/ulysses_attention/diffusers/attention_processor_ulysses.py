@@ -19,6 +19,7 @@ from ulysses_attention.diffusers.plan import Attend
 from ulysses_attention.diffusers.seam import NATIVE, Options, has_seam, rebind
 from ulysses_attention.diffusers.streams import EXACT, Streams
 from ulysses_attention.layout import SequenceLayout
+from ulysses_attention.policy import UlyssesContextParallelPolicy
 from ulysses_attention.processor import AttendCall, UlyssesAttentionProcessor
 from ulysses_attention.tokens import JointTokens, MaskLayout
 
@@ -45,12 +46,25 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
     attends: Attend | Literal["local"]
     streams: Streams | None  # of a parallelized model; None: layout says which tokens the ranks hold
     layout: SequenceLayout | None
+    policy: UlyssesContextParallelPolicy  # of a parallelized model; how tokens are cut is in its streams
     strategy: str
     kernel: str | Callable[..., Any]
     agreement: str
     num_q_per_kv: int  # of a processor that repeats keys and values
-    forget: Callable[[], None]
+    removed: bool  # from its model, to which something else may bring it back
+    _forget: Callable[[], None]
     _local: Callable[..., Any]  # of the call that runs
+
+    def retire(self) -> None:
+        """Ends its use: what it holds outside itself is let go, and a later call is an error."""
+        self._forget()
+        self.removed = True
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"[parallelize] {type(self).__name__} belongs to the ranks of a group and can be neither copied nor saved. "
+            f"Fix: handle.remove() first, then copy or save the model, then parallelize again."
+        )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttendCall) -> torch.Tensor:
         out: torch.Tensor = self._local(q, k, v, call.attn_mask, call.softmax_scale)
@@ -66,6 +80,11 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
         local: Callable[..., Any],
     ) -> torch.Tensor:
         """The processor's attention, over all tokens. Shapes: [B, S_local, H, D] → [B, S_local, H, D_v]."""
+        if self.removed:
+            raise RuntimeError(
+                f"[parallelize] {type(self).__name__} was set again after handle.remove() took it off the model. Fix: "
+                f"set_attn_processor with processors of diffusers; undo what was done in between before remove()."
+            )
         if isinstance(self.attends, str):
             return local(query, key, value, attn_mask, options.softmax_scale)
         if options.dropout_p != 0.0 or options.is_causal or options.attention_kwargs:
@@ -78,7 +97,7 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
             key, value = key[:, :, :: self.num_q_per_kv], value[:, :, :: self.num_q_per_kv]
         mask = _key_mask(attn_mask, self.attends)
         arguments = {"strategy": self.strategy, "agreement": self.agreement, "softmax_scale": options.softmax_scale}
-        if options.backend == NATIVE or self.kernel != "auto":
+        if options.backend == NATIVE or self.kernel != "auto" or self.policy.backend_name != EXACT.backend_name:
             return self._attention(ulysses_attention, query, key, value, mask, arguments | {"kernel": self.kernel})
         self._local = local
         try:
@@ -100,8 +119,9 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
         if mask is not None:
             arguments |= {"attn_mask": mask, "mask_layout": OWN_KEYS}
         if streams is None or not self.attends.q:
-            policy = EXACT if self.layout is None else None
+            policy = self.policy if self.layout is None else None
             return run(q, k, v, self.group, layout=self.layout, policy=policy, **arguments)
+        arguments["policy"] = self.policy
         kv = self.attends.q if self.attends.kv is None else self.attends.kv
         whole = [stream for stream in {*self.attends.q, *kv} if streams.layout(stream) is None]
         if not whole:
@@ -164,8 +184,14 @@ def _key_mask(mask: torch.Tensor | None, attends: Attend) -> torch.Tensor | None
     )
 
 
-def _q_per_kv(attention: torch.nn.Module) -> int:
+def _q_per_kv(attention: torch.nn.Module | None) -> int:
     """Query heads per KV head, by the widths of the projections."""
+    if not all(hasattr(attention, name) for name in ("heads", "to_q", "to_k")):
+        raise ValueError(
+            f"[ulysses_processor] repeats_kv=True reads how often from heads, to_q and to_k of the attention, and "
+            f"{type(attention).__name__} has none. Fix: attention=module, or repeats_kv=False (repeated keys travel)."
+        )
+    assert attention is not None
     heads = int(attention.heads)  # type: ignore[arg-type]
     head_dim = attention.to_q.out_features // heads  # type: ignore[union-attr,operator]
     return int(heads // (attention.to_k.out_features // head_dim))  # type: ignore[union-attr,operator]
@@ -186,9 +212,10 @@ def ulysses_processor(
     """A processor with the code of another one, and attention over the tokens of every rank of the group.
 
     Without a layout the ranks exchange their numbers of tokens in every call. attention: the module that it is for,
-    needed where attends.repeats_kv.
+    needed where attends.repeats_kv. retire() of what it returns ends its use.
     Comm:   as ulysses_attention; none for attends="local".
-    Errors: NotImplementedError for a processor whose attention cannot be exchanged.
+    Errors: NotImplementedError for a processor whose attention cannot be exchanged, or that is asked for dropout,
+            is_causal or attention_kwargs; ValueError for repeats_kv without an attention that says how often.
     """
     if isinstance(processor, (UlyssesAttnProcessor, torch.nn.Module)) or not has_seam(processor):
         raise NotImplementedError(
@@ -197,6 +224,8 @@ def ulysses_processor(
             f"scaled_dot_product_attention. Fix: set another processor first."
         )
     group, _ = resolve_group(cp_group)
+    repeats = not isinstance(attends, str) and attends.repeats_kv
+    num_q_per_kv = _q_per_kv(attention) if repeats else 1
     made: UlyssesAttnProcessor
 
     def attend(*call: Any) -> torch.Tensor:
@@ -204,12 +233,14 @@ def ulysses_processor(
 
     rebound = rebind(processor, attend)
     kind = type(processor)
-    made_kind: Any = type(f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), {"__call__": rebound.call})
+    made_kind: Any = type(
+        f"Ulysses{kind.__name__}", (UlyssesAttnProcessor, kind), {**rebound.methods, "__module__": kind.__module__}
+    )
     made = made_kind.__new__(made_kind)
     UlyssesAttentionProcessor.__init__(made)
     made.__dict__.update(vars(processor))
     made.group, made.attends, made.streams, made.layout = group, attends, streams, layout
-    made.strategy, made.kernel, made.agreement, made.forget = strategy, kernel, agreement, rebound.forget
-    repeats = not isinstance(attends, str) and attends.repeats_kv
-    made.num_q_per_kv = _q_per_kv(attention) if repeats and attention is not None else 1
+    made.strategy, made.kernel, made.agreement, made.num_q_per_kv = strategy, kernel, agreement, num_q_per_kv
+    made.policy = EXACT if streams is None else streams.policy.replace(require_seq_divisible=False)
+    made.removed, made._forget = False, rebound.forget
     return made

@@ -41,10 +41,10 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _shard(argument: str, declared: Any) -> Shard:
+def _shard(declared: Any, stream: str) -> Shard:
     """A rule from the model's ContextParallelInput. Of a list, all are cut alike."""
     first = _listed(declared)[0]
-    return Shard(first.split_dim, _stream(argument), ndim=first.expected_dims)
+    return Shard(first.split_dim, stream, ndim=first.expected_dims)
 
 
 def _is_cross(path: str, module: Any) -> bool:
@@ -63,8 +63,10 @@ def own_plan(model: torch.nn.Module) -> ShardingPlan:
         if not isinstance(declared, dict):
             gather[path] = Gather(_listed(declared)[0].gather_dim, _stream(path))
             continue
-        by_name = {name: _shard(name, value) for name, value in declared.items() if isinstance(name, str)}
-        by_index = {index: _shard(path, value) for index, value in declared.items() if isinstance(index, int)}
+        by_name = {name: _shard(value, _stream(name)) for name, value in declared.items() if isinstance(name, str)}
+        # Each output is a stream of its own: what its tokens are is not said, and equal lengths are cut alike.
+        by_index = {n: _shard(value, f"{path}[{n}]") for n, value in declared.items()
+                    if isinstance(n, int)}  # fmt: skip
         if by_name:
             inputs[path] = dict(by_name)
         if by_index:

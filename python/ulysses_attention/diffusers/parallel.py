@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 from ulysses_attention._request import resolve_group
 from ulysses_attention.diffusers import border
 from ulysses_attention.diffusers.attention_processor_ulysses import UlyssesAttnProcessor, ulysses_processor
-from ulysses_attention.diffusers.caches import check_cache
+from ulysses_attention.diffusers.caches import check_cache, check_not_cut_by_diffusers
 from ulysses_attention.diffusers.choose import plan_for
 from ulysses_attention.diffusers.plan import ShardingPlan
 from ulysses_attention.diffusers.streams import Streams
@@ -37,6 +38,11 @@ class Handle:
     def plans(self) -> list[ShardingPlan]:
         """The plan of each model."""
         return [model.plan for model in self._models]
+
+    @property
+    def streams(self) -> list[Streams]:
+        """Of each model, which tokens this rank holds: `is_sharded`, `shard` and `gather` for tensors in between."""
+        return [model.streams for model in self._models]
 
     def sharded_lengths(self) -> list[tuple[int, int]]:
         """Of each sharded stream of the last forward: (tokens on all ranks, tokens of this rank)."""
@@ -113,12 +119,20 @@ class _Parallelized:
                     f"parallelize and sees the tokens of this rank only. Fix: handle.remove() first, then what sets "
                     f"processors (fuse_qkv_projections, load_ip_adapter, set_attn_processor), then parallelize again."
                 )
+        check_not_cut_by_diffusers(model)
         check_cache(model)
         self.streams.begin(checkpointing=bool(getattr(model, "gradient_checkpointing", True)))
         if self.plan.check is not None:
             problem = self.plan.check(model, {**dict(zip(self._parameters, args)), **kwargs})  # noqa: B905
             if problem:
                 raise NotImplementedError(f"[parallelize] {problem}")
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"[parallelize] a parallelized {type(self.model).__name__} belongs to the ranks of a group and can be "
+            f"neither copied nor pickled as a whole. Fix: handle.remove() first, then copy, then parallelize again; "
+            f"state_dict() and save_pretrained() work as they are."
+        )
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -131,14 +145,17 @@ class _Parallelized:
                     processor._attention_backend = backend
                 module.set_processor(processor)
         for ours in {id(ours): ours for ours in self._ours.values()}.values():
-            ours.forget()
+            ours.retire()
         self._hooks, self._before, self._ours = [], [], {}
         if getattr(self.model, _MARK, None) is self:
             delattr(self.model, _MARK)
 
 
 def _same_kind(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and vars(a) == vars(b)
+    """Whether one processor can stand for both: alike, and with nothing inside that a call could change."""
+    values = [*vars(a).values(), *vars(b).values()]
+    plain = all(value is None or isinstance(value, (bool, int, float, str, enum.Enum)) for value in values)
+    return type(a) is type(b) and (a is b or (plain and vars(a) == vars(b)))
 
 
 def _models(model_or_pipeline: Any) -> list[torch.nn.Module]:
@@ -170,9 +187,13 @@ def parallelize(
     Each rank calls the model, or its pipeline, with the same whole inputs and gets the same whole output. Inside, every
     rank holds a part of the tokens, and attention sees all of them.
 
+    Tensors are sharded from the modules that plan.inputs and plan.outputs name to the output of those in plan.gather.
+    What keeps activations of both sides, such as a step cache of your own, tells them apart by
+    `handle.streams[0].is_sharded(x, "image")`.
+
     plan:   how the model is cut; default: that of its family, else one made from the model's own context parallel plan.
     policy: None cuts exactly, within one token a rank. One that pads or refuses is kept: lengths that do not divide are
-            an error.
+            an error. Its backend_name, unless "ulysses", goes before the backend that is active in diffusers.
     strategy, kernel, agreement: as in ulysses_attention. kernel="auto" is the backend that is active in diffusers.
     Comm:   in forward those of `strategy` for each attention, and one gather a border; in backward as many.
     Gradients: of parameters are partial; their sum over the ranks is the gradient, for a loss that every rank computes
@@ -202,9 +223,5 @@ def _check_free(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if hasattr(model, _MARK):
         raise ValueError(f"[parallelize] {name} is parallelized already. Fix: remove() of its handle first.")
-    if getattr(model, "_parallel_config", None) is not None:
-        raise ValueError(
-            f"[parallelize] diffusers' own context parallelism is enabled on {name}; tokens would be cut twice. "
-            f"Fix: a model on which enable_parallelism was not called."
-        )
+    check_not_cut_by_diffusers(model)
     check_cache(model)

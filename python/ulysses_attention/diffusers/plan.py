@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -121,11 +121,13 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _last_of_list(model: torch.nn.Module, pattern: str) -> str:
-    """The pattern with each -1 replaced by the last index of the list that it names."""
+    """The pattern with each -1 replaced by the last index of the list that it names, where there is one."""
     parts = pattern.split(".")
+    modules = dict(model.named_modules())
     for place, part in enumerate(parts):
-        if part == "-1":
-            parts[place] = str(len(model.get_submodule(".".join(parts[:place]))) - 1)  # type: ignore[arg-type]
+        listed = modules.get(".".join(parts[:place]))
+        if part == "-1" and isinstance(listed, Sized) and len(listed):
+            parts[place] = str(len(listed) - 1)
     return ".".join(parts)
 
 

@@ -9,6 +9,7 @@ version, and every later choice of a backend is followed.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -24,7 +25,7 @@ NATIVE = "native"  # diffusers' name for torch's attention
 #: (query, key, value, attn_mask, options, original) -> out; all [B, S, H, D]
 Call = Callable[..., Any]
 
-DISPATCH, FUNCTIONAL = "dispatch_attention_fn", "F"
+DISPATCH, FUNCTIONAL, SDPA = "dispatch_attention_fn", "F", "scaled_dot_product_attention"
 _count = itertools.count()
 
 
@@ -39,10 +40,13 @@ class Options(NamedTuple):
 
 
 class Rebound:
-    """The code of a processor over globals of our own; forget() takes them out of sys.modules."""
+    """The code of a processor over globals of our own; forget() takes them out of sys.modules.
 
-    def __init__(self, code: types.FunctionType, modules: list[str]) -> None:
-        self.call = code
+    methods: __call__ and every other function of the class and its bases that stands in the same file.
+    """
+
+    def __init__(self, methods: dict[str, types.FunctionType], modules: list[str]) -> None:
+        self.methods = methods
         self._modules = modules
 
     def forget(self) -> None:
@@ -51,9 +55,12 @@ class Rebound:
 
 
 def has_seam(processor: object) -> bool:
-    """Whether a processor's attention can be exchanged."""
+    """Whether a processor's attention can be exchanged: its own code calls one of the two functions."""
     call = _call_of(processor)
-    return call is not None and (DISPATCH in call.__globals__ or _attends_itself(call))
+    if call is None:
+        return False
+    names = _names_reached(call, _methods(processor, call))
+    return (DISPATCH in call.__globals__ and DISPATCH in names) or (FUNCTIONAL in call.__globals__ and SDPA in names)
 
 
 def _call_of(processor: object) -> types.FunctionType | None:
@@ -61,8 +68,29 @@ def _call_of(processor: object) -> types.FunctionType | None:
     return call if isinstance(call, types.FunctionType) else None
 
 
-def _attends_itself(call: types.FunctionType) -> bool:
-    return FUNCTIONAL in call.__globals__ and "scaled_dot_product_attention" in call.__code__.co_names
+def _methods(processor: object, call: types.FunctionType) -> dict[str, types.FunctionType]:
+    """The functions of a processor's class that stand in the file of its __call__."""
+    members = [(name, inspect.getattr_static(type(processor), name)) for name in dir(type(processor))]
+    plain = {name: member for name, member in members if isinstance(member, types.FunctionType)}
+    return {name: member for name, member in plain.items() if member.__globals__ is call.__globals__}
+
+
+def _names_reached(call: types.FunctionType, methods: dict[str, types.FunctionType]) -> set[str]:
+    """The names that a function uses, and the functions of its file that it calls."""
+    reached: set[str] = set()
+    codes: list[types.CodeType] = [call.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for name in set(code.co_names) - reached:
+            reached.add(name)
+            helpers = (call.__globals__.get(name), methods.get(name))
+            codes += [
+                helper.__code__
+                for helper in helpers
+                if isinstance(helper, types.FunctionType) and helper.__globals__ is call.__globals__
+            ]
+    return reached
 
 
 def _new_module(name: str, values: dict[str, Any]) -> types.ModuleType:
@@ -141,7 +169,7 @@ def _scaled_dot_product_attention(attend: Call) -> Call:
 
 
 def rebind(processor: object, attend: Call) -> Rebound:
-    """The `__call__` of a processor, with attend(query, key, value, attn_mask, options, local) for its attention.
+    """The code of a processor, with attend(query, key, value, attn_mask, options, local) for its attention.
 
     local(q, k, v, mask, softmax_scale) is the attention that the processor would have called, the active backend of
     that moment, without any parallelism.
@@ -159,7 +187,8 @@ def rebind(processor: object, attend: Call) -> Rebound:
         values[DISPATCH] = _dispatch(call.__globals__[DISPATCH], attend)
     if FUNCTIONAL in values:
         functional = _new_module(f"{name}_functional", F.__dict__)
-        functional.__dict__["scaled_dot_product_attention"] = _scaled_dot_product_attention(attend)
+        functional.__dict__[SDPA] = _scaled_dot_product_attention(attend)
         values[FUNCTIONAL] = functional
         names.append(functional.__name__)
-    return Rebound(_over(call, values), names)
+    methods = {name: _over(method, values) for name, method in _methods(processor, call).items()}
+    return Rebound(methods, names)

@@ -119,6 +119,20 @@ class Streams:
         """(tokens on all ranks, tokens of this rank) of each stream that is cut."""
         return [(x.seq_len, x.lengths[self.rank]) for x in self._layouts.values() if x is not None]
 
+    def is_sharded(self, x: torch.Tensor, *streams: str, dim: int = 1) -> bool:
+        """Whether a dimension counts this rank's tokens of the streams that stand in a row there, and not all of them.
+
+        For what keeps activations between calls, such as a step cache. A rank that holds all tokens says False.
+        Errors: ValueError that names both lengths if it counts neither.
+        """
+        whole, own = sum(map(self.tokens, streams)), sum(map(self.local_tokens, streams))
+        if x.size(dim) not in (whole, own):
+            raise ValueError(
+                f"[parallelize] dim {dim} of {list(x.shape)} counts neither the {whole} tokens of {'+'.join(streams)} "
+                f"on all ranks nor the {own} of rank {self.rank}. Fix: another dim, or the streams of this tensor."
+            )
+        return x.size(dim) != whole
+
     def first_token(self, stream: str) -> int:
         """The place of this rank's first token in a stream."""
         layout = self.layout(stream)
@@ -127,7 +141,13 @@ class Streams:
     def shard(self, x: torch.Tensor, rule: Shard | Segments) -> torch.Tensor:
         """This rank's part of a tensor. Comm: none."""
         if isinstance(rule, Segments):
-            parts = x.split([self.tokens(stream) for stream in rule.streams], rule.dim)
+            lengths = [self.tokens(stream) for stream in rule.streams]
+            if x.size(rule.dim) != sum(lengths):
+                raise ValueError(
+                    f"[parallelize] a tensor with {x.size(rule.dim)} tokens is declared as the streams "
+                    f"{rule.streams} in a row, which have {lengths}. Fix: another dim or other streams in the plan."
+                )
+            parts = x.split(lengths, rule.dim)
             own = [self.shard(part, Shard(rule.dim, stream)) for part, stream in zip(parts, rule.streams, strict=True)]
             return torch.cat(own, rule.dim)
         if rule.ndim is not None and (x.dim() != rule.ndim or x.size(rule.dim) == 1):

@@ -50,10 +50,10 @@ def template(model: torch.nn.Module) -> str:
     lines = [
         "from ulysses_attention.diffusers import Attend, Gather, Shard, ShardingPlan",
         "",
-        "plan = ShardingPlan(",
-        f'    inputs={{"{path}": {{"{tokens}": Shard(1, "image"){text}}}}},  # dim 1 counts the tokens',
+        "plan = ShardingPlan(  # Shard(1, ...): dim 1 counts the tokens",
+        f'    inputs={{"{path}": {{"{tokens}": Shard(1, "image"){text}}}}},',
     ]
-    lines += [f'    outputs={{"{name}": Shard(1, "image")}},  # the dim of its tokens' for name in rotary[:1]]
+    lines += [f'    outputs={{"{name}": Shard(-2, "image")}},  # the dim of its tokens' for name in rotary[:1]]
     lines += ["    attention={", *_attention_lines(model, '"text", "image"' if joint else '"image",'), "    },"]
     lines += [f'    gather={{"{last[0]}": Gather(1, "image")}},  # where the output is whole again', ")"]
     return "\n".join(lines) + "\n"

@@ -89,10 +89,14 @@ def _shapes_of_inputs(model: torch.nn.Module) -> Iterator[Shapes]:
 def _left_whole(before: Shapes, after: Shapes, handle: Handle) -> tuple[str, ...]:
     lengths = {n for n, own in handle.sharded_lengths() if own != n}
     cut = {path for (path, name), shape in after.items() if shape != before.get((path, name), shape)}
+
+    def counts_tokens(shape: tuple[int, ...]) -> bool:
+        return not lengths.isdisjoint(shape if len(shape) < 3 else shape[1:])
+
     return tuple(
         f"{path or 'the model'}: {name} {list(shape)}"
         for (path, name), shape in after.items()
-        if path in cut and shape == before.get((path, name)) and lengths.intersection(shape if len(shape) < 3 else shape[1:])
+        if path in cut and shape == before.get((path, name)) and counts_tokens(shape)
     )
 
 
@@ -136,7 +140,7 @@ def verify(
     inputs:  the arguments of the model's forward.
     options: of `parallelize`: plan, policy, strategy, kernel.
     Comm:    that of two passes, a fingerprint of inputs and parameters, and one sum for each parameter's gradient.
-    Errors:  ValueError (CP068) that names inputs and parameters which differ between the ranks; RuntimeError with the
+    Errors:  RuntimeError (CP068) that names inputs and parameters which differ between the ranks, or with the
              tensors that were left whole if the parallelized forward fails.
     """
     group, _ = resolve_group(group_or_mesh)

@@ -1,0 +1,140 @@
+"""Is a model over ranks the same model as on one process: output, the gradient of every parameter, and what is left."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from families import FAMILIES, TEXT
+from ulysses_attention import run_ranks
+from ulysses_attention.diffusers import parallelize
+from ulysses_attention.diffusers.choose import plan_for
+
+OUTPUT_BOUND = 1e-5  # of the largest output
+GRADIENT_BOUND = 1e-4  # of a parameter's largest gradient
+MOVED = 1e-2  # what attention to the own tokens alone moves the output by, at least
+
+Gradients = dict[str, torch.Tensor]
+
+
+def call(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Every output in one vector. Lists are copied: Z-Image changes them."""
+    given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
+    leaves = [x for x in tree_leaves(model(**given, return_dict=False)) if isinstance(x, torch.Tensor)]
+    return torch.cat([x.reshape(-1) for x in leaves])
+
+
+def call_without_gradient(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return call(model, inputs)
+
+
+def call_and_backward(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Gradients]:
+    """The output, and every trained parameter's gradient under a loss in which each output counts differently."""
+    model.zero_grad()
+    out = call(model, inputs)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    (out * weights).sum().backward()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return out.detach(), {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProcess:
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+    out: torch.Tensor
+    gradients: Gradients
+
+
+def one_process(model: torch.nn.Module, inputs: dict[str, Any]) -> OneProcess:
+    out, gradients = call_and_backward(model, inputs)
+    model.zero_grad()
+    assert torch.isfinite(out).all()
+    return OneProcess(model, inputs, out, gradients)
+
+
+@functools.cache
+def family(name: str, text: int = TEXT, masked: bool = True) -> OneProcess:
+    """A family's tiny model on one process. What it returns is shared: copy the model to change it."""
+    return one_process(FAMILIES[name].model(), FAMILIES[name].inputs(text, masked))
+
+
+def sum_over_ranks(gradients: Gradients, group: Any) -> Gradients:
+    for gradient in gradients.values():
+        group.allreduce([gradient]).wait()
+    return gradients
+
+
+def assert_output(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert out.shape == wanted.shape
+    error = float((out - wanted).abs().max() / wanted.abs().max())
+    assert error <= OUTPUT_BOUND, f"output differs by {error:.1e} of the largest"
+
+
+def assert_gradients(gradients: Gradients, wanted: Gradients) -> None:
+    assert gradients.keys() == wanted.keys()
+    floor = 1e-3 * max(float(x.abs().max()) for x in wanted.values())  # below it a gradient is rounding
+    assert floor > 0
+    errors = {
+        name: float((gradients[name] - x).abs().max()) / max(float(x.abs().max()), floor) for name, x in wanted.items()
+    }
+    wrong = {name: error for name, error in errors.items() if not error <= GRADIENT_BOUND}
+    assert not wrong, wrong
+
+
+def rebound_modules() -> list[str]:
+    return [name for name in sys.modules if ".rebound_" in name]
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def processors_of(model: torch.nn.Module) -> dict[str, Any]:
+    return {path: m.processor for path, m in model.named_modules() if hasattr(m, "set_processor")}
+
+
+def on_rank(group: Any, model: torch.nn.Module, wanted: OneProcess, options: Mapping[str, Any]) -> None:
+    """The whole proof on one rank, on a model of its own."""
+    before = processors_of(model)
+    plan = options.get("plan") or plan_for(model)
+    local_only = dataclasses.replace(plan, attention={"**": "local"})
+    with parallelize(model, group, **{**options, "plan": local_only}):
+        moved = (call_without_gradient(model, wanted.inputs) - wanted.out).abs().max()
+    assert moved > MOVED, f"attention to a rank's own tokens moves the output by {moved:.1e} only"
+
+    handle = parallelize(model, group, **options)
+    out, gradients = call_and_backward(model, wanted.inputs)
+    assert_output(out, wanted.out)
+    assert_gradients(sum_over_ranks(gradients, group), wanted.gradients)
+    assert handle.sharded_lengths()
+    handle.remove()
+    assert processors_of(model) == before and hooks_of(model) == 0
+    assert torch.equal(call_without_gradient(model, wanted.inputs), wanted.out)
+
+
+def over_threads(
+    wanted: OneProcess, world: int, prepare: Callable[[torch.nn.Module], None] | None = None, **options: Any
+) -> None:
+    """The proof on so many ranks, each with a copy of the model."""
+    models = [copy.deepcopy(wanted.model) for _ in range(world)]
+    for model in models:
+        if prepare is not None:
+            prepare(model)
+    run_ranks(lambda rank, group: on_rank(group, models[rank], wanted, options), world)
+    assert not rebound_modules()
+
+
+def on_process(rank: int, group: Any, name: str, options: Mapping[str, Any]) -> None:
+    """The proof for a family on one process of a world."""
+    wanted = family(name)
+    on_rank(group, copy.deepcopy(wanted.model), wanted, options)
+    assert not rebound_modules()
