@@ -60,7 +60,7 @@ def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_snippet_runs_under_torchrun(world: int, tmp_path: Path) -> None:
-    source = snippet("init_process_group").replace("64)", "8)")  # a smaller head: the point is that it runs
+    source = snippet("train.py").replace("64)", "8)")  # a smaller head: the point is that it runs
     shown = source.replace(
         "dist.destroy", "print(f'rows {out.shape[1]} {k.grad is not None}\\n', end='')\ndist.destroy"
     )
