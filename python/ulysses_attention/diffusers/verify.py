@@ -136,7 +136,7 @@ def verify(
     inputs:  the arguments of the model's forward.
     options: of `parallelize`: plan, policy, strategy, kernel.
     Comm:    that of two passes, a fingerprint of inputs and parameters, and one sum for each parameter's gradient.
-    Errors:  ValueError (CP068) that names inputs and parameters which differ between the ranks; RuntimeError with the
+    Errors:  RuntimeError (CP068) that names inputs and parameters which differ between the ranks; RuntimeError with the
              tensors that were left whole if the parallelized forward fails.
     """
     group, _ = resolve_group(group_or_mesh)
