@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 8 examples/diffusers_flux.py --model black-forest-labs/FLUX.1-dev
 
-Without --model the same code runs a tiny Flux with random weights (no download) and compares it with one process.
-Without torchrun, too, on 2 and 3 CPU ranks: python examples/diffusers_flux.py
+Without --model the same code compares a tiny Flux with random weights with one process; without torchrun, on 2 and 3 ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ PROMPT = "an astronaut rides a horse through a meadow, oil on canvas"
 LOCAL_ONLY = dataclasses.replace(FAMILIES["FluxTransformer2DModel"], attention={"**": "local"})
 
 
-def load(model: str | None) -> tuple[Any, dict[str, Any]]:
+def load(model: str | None, size: int) -> tuple[Any, dict[str, Any]]:
     """A pipeline and the arguments of its call, the same on every rank."""
     if model is not None:
         pipe = FluxPipeline.from_pretrained(model, torch_dtype=torch.bfloat16)
-        return pipe, {"prompt": PROMPT, "height": 1024, "width": 1024, "num_inference_steps": 28}
-    pipe = tiny_pipeline()
+        return pipe, {"prompt": PROMPT, "height": size, "width": size}
     g = torch.Generator().manual_seed(1)
     text = {"prompt_embeds": torch.randn(1, 8, 8, generator=g), "pooled_prompt_embeds": torch.randn(1, 8, generator=g)}
-    # 3 × 7 image tokens and 8 of text: 29 together, no multiple of 2 or 3
-    return pipe, text | {"height": 6, "width": 14, "num_inference_steps": 2}
+    return tiny_pipeline(), text | {"height": 6, "width": 14, "num_inference_steps": 2}  # 21 image tokens
 
 
 def tiny_pipeline() -> Any:
@@ -65,10 +62,10 @@ def generate(pipe: Any, arguments: dict[str, Any], output_type: str) -> Any:
     return pipe(**arguments, generator=generator, output_type=output_type).images
 
 
-def draw(rank: int, group: Any, model: str | None, out: str) -> tuple[float, float] | None:
+def draw(rank: int, group: Any, model: str | None, size: int, out: str) -> tuple[float, float] | None:
     """The image, saved by rank 0. Of the tiny model, the largest differences of latents to one process: ours, local."""
     on_gpu = dist.get_backend(group) == "nccl"
-    pipe, arguments = load(model)
+    pipe, arguments = load(model, size)
     pipe = pipe.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     pipe.set_progress_bar_config(disable=rank != 0 or model is None)
 
@@ -100,20 +97,20 @@ def report(world: int, results: list[tuple[float, float]]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Flux pipeline, by name or folder; default: a tiny one with random weights")
+    parser.add_argument("--size", type=int, default=1024, help="height and width of the model's image in pixels")
     parser.add_argument("--out", default="flux.png", help="where rank 0 saves the image")
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         if options.model is not None:
             parser.error("--model needs torchrun: torchrun --nproc-per-node 8 examples/diffusers_flux.py --model NAME")
-        ok = all(report(n, run_processes(draw, n, None, options.out)) for n in (2, 3))
+        ok = all(report(n, run_processes(draw, n, None, options.size, options.out)) for n in (2, 3))
     else:
         gpus = torch.cuda.is_available()
         if gpus:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if gpus else "gloo")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        result = draw(rank, dist.group.WORLD, options.model, options.out)
-        ok = result is None or rank != 0 or report(world, [result])
+        result = draw(dist.get_rank(), dist.group.WORLD, options.model, options.size, options.out)
+        ok = result is None or dist.get_rank() != 0 or report(dist.get_world_size(), [result])
         dist.destroy_process_group()
     return 0 if ok else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-__all__ = ["PIPELINES", "Pipeline", "flux_transformer", "wan_transformer"]
+__all__ = ["PIPELINES", "Pipeline", "flux_transformer", "save_flux", "wan_transformer"]
 
 
 @dataclasses.dataclass
@@ -100,6 +102,25 @@ def flux() -> Pipeline:
         "num_inference_steps": 2,
     }
     return Pipeline(_quiet(pipe), arguments, {"true_cfg_scale": 1.0}, "images")
+
+
+def save_flux(folder: Path) -> None:
+    """A whole Flux pipeline that takes prompts, as from_pretrained reads it; its tokens are letters."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    clip = CLIPTextConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=77, bos_token_id=52, eos_token_id=53,
+    )  # fmt: skip
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in letters)]
+    t5 = T5Config(vocab_size=64, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+    parts = flux().pipe
+    FluxPipeline(
+        scheduler=parts.scheduler, vae=parts.vae, transformer=parts.transformer,
+        text_encoder=_awake(CLIPTextModel(clip), 2), text_encoder_2=_awake(T5EncoderModel(t5), 3),
+        tokenizer=CLIPTokenizer(vocab={x: i for i, x in enumerate(words)}, merges=[], model_max_length=77),
+        tokenizer_2=T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512),
+    ).save_pretrained(folder)  # fmt: skip
 
 
 def wan(**options: Any) -> Pipeline:

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import ulysses_attention as ua
 from conftest import REPOSITORY
+from pipelines import save_flux
 
 EXAMPLES = REPOSITORY / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
 
 
 def _run(*command: object, limit_s: float) -> str:
@@ -48,17 +51,24 @@ def test_flux_equals_the_single_process(tmp_path: Path) -> None:
     ours, local = _flux_errors(text)
     assert len(ours) == len(local) == text.count("As expected.") == 2
     assert max(ours) <= 1e-4 and min(local) > 1e-2
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert Image.open(out).size == (14, 6)
 
 
 def test_flux_runs_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "flux.png"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    text = _run(*torchrun, EXAMPLES / "diffusers_flux.py", "--out", out, limit_s=300)
+    text = _run(*TORCHRUN, EXAMPLES / "diffusers_flux.py", "--out", out, limit_s=300)
     ours, local = _flux_errors(text)
     assert len(ours) == len(local) == text.count("saved") == 1  # rank 0 speaks, and saves
     assert max(ours) <= 1e-4 and min(local) > 1e-2
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert Image.open(out).size == (14, 6)
+
+
+def test_flux_runs_under_torchrun_with_a_saved_model(tmp_path: Path) -> None:
+    save_flux(tmp_path / "model")
+    out = tmp_path / "flux.png"
+    command = [*TORCHRUN, EXAMPLES / "diffusers_flux.py", "--model", tmp_path / "model", "--size", 30, "--out", out]
+    assert _run(*command, limit_s=300).strip() == f"saved {out}"
+    assert Image.open(out).size == (30, 30)
 
 
 def test_two_streams_equal_one_process_with_a_mask() -> None:

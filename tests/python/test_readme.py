@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from conftest import REPOSITORY
+from pipelines import save_flux
 
 README = (REPOSITORY / "README.md").read_text()
 DEV = REPOSITORY / "build" / "dev"
@@ -41,7 +43,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 6
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 7
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -56,6 +58,23 @@ def test_training_snippet_runs_under_torchrun(world: int, tmp_path: Path) -> Non
     # shows it too); the ranks have said by then what this test asks.
     assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
     assert text.count(f"rows {(3001 // (8 * world) + 1) * 8} True") == world, text
+
+
+def test_diffusers_snippet_saves_an_image(tmp_path: Path) -> None:
+    save_flux(tmp_path / "model")
+    source = snippet("FluxPipeline")
+    for shown, here in (
+        ('"nccl"', '"gloo"'),
+        ('torch.device("cuda", dist.get_rank())', '"cpu"'),
+        ("black-forest-labs/FLUX.1-dev", str(tmp_path / "model")),
+        ('a horse", ', 'a horse", height=30, width=30, num_inference_steps=2, '),
+        ('"flux.png"', f'"{tmp_path / "flux.png"}"'),
+    ):
+        assert source.count(shown) == 1
+        source = source.replace(shown, here)
+    text = run("torchrun", "--standalone", "--nproc-per-node", 2, script(source, tmp_path))
+    assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
+    assert Image.open(tmp_path / "flux.png").size == (30, 30)
 
 
 def test_text_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:
