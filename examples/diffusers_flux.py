@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 examples/diffusers_flux.py --model black-forest-labs/FLUX.1-dev
 
-Without --model the same code compares a tiny Flux with random weights with one process; without torchrun, on 2 and 3 ranks.
+Without --model the same code compares a tiny random Flux with one process; without torchrun, too, on 2 and 3 CPU ranks.
 """
 
 from __future__ import annotations
