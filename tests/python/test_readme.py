@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from conftest import REPOSITORY
+from pipelines import save_flux
 from training_cases import (
     causal_attention,
     dropout_of,
@@ -54,7 +56,7 @@ def snippet(part: str) -> str:
 
 
 def test_every_python_snippet_is_short_and_run_by_a_test_here() -> None:
-    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 8
+    assert [len(block.splitlines()) <= 15 for block in blocks("python")] == [True] * 9
     assert [len(block.splitlines()) <= 15 for block in blocks("cpp")] == [True]
 
 
@@ -91,6 +93,23 @@ def test_micro_batch_snippet_has_the_loss_and_the_gradients_of_one_process(world
         assert abs(loss - expected.item()) < 1e-5
         for got, parameter in zip(grads, alone.parameters(), strict=True):
             assert (got - parameter.grad).abs().max() < 1e-5 < parameter.grad.abs().max()
+
+
+def test_diffusers_snippet_saves_an_image(tmp_path: Path) -> None:
+    save_flux(tmp_path / "model")
+    source = snippet("FluxPipeline")
+    for shown, here in (
+        ('"nccl"', '"gloo"'),
+        ('torch.device("cuda", dist.get_rank())', '"cpu"'),
+        ("black-forest-labs/FLUX.1-dev", str(tmp_path / "model")),
+        ('a horse", ', 'a horse", height=30, width=30, num_inference_steps=2, '),
+        ('"flux.png"', f'"{tmp_path / "flux.png"}"'),
+    ):
+        assert source.count(shown) == 1
+        source = source.replace(shown, here)
+    text = run("torchrun", "--standalone", "--nproc-per-node", 2, script(source, tmp_path))
+    assert not text.startswith("exit 1") or "terminate called without an active exception" in text, text
+    assert Image.open(tmp_path / "flux.png").size == (30, 30)
 
 
 def test_text_snippet_prints_what_stands_below_it(tmp_path: Path) -> None:
