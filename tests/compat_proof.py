@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -47,10 +48,22 @@ def run_family(world: ProcessRanks, prove: Callable[..., Cell], family: str) -> 
     return cells[0]
 
 
-def quiet() -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.manual_seed(0)
+def quietly(prove: Callable[..., Cell]) -> Callable[..., Cell]:
+    """Without warnings, and with the same random numbers each time. The rank's settings are as before afterwards."""
+
+    @functools.wraps(prove)
+    def run(*args: Any, **kwargs: Any) -> Cell:
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                return prove(*args, **kwargs)
+        finally:
+            logging.disable(level)
+
+    return run
 
 
 def call(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -98,11 +111,11 @@ def worst_of_ranks(*values: float) -> list[float]:
     return worst.tolist()
 
 
+@quietly
 def prove_diffusers(rank: int, group: Any, family: str) -> Cell:
     """A family of compat_families."""
     from compat_families import FAMILIES
 
-    quiet()
     try:
         model, inputs = FAMILIES[family]()
     except ImportError:

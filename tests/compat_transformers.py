@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from compat_families import sensitive
-from compat_proof import Cell, gradient_error, gradients_of, largest, quiet, verdict, worst_of_ranks
+from compat_proof import Cell, gradient_error, gradients_of, largest, quietly, verdict, worst_of_ranks
 
 BATCH, TOKENS, PADDED, WINDOW = 2, 13, 4, 4  # 13 tokens: 7 and 6 on two ranks
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -67,11 +67,11 @@ def local_only(model: Any, inputs: dict[str, torch.Tensor], rank: int, size: int
     return model(input_ids=inputs["input_ids"][:, own], position_ids=own[None].expand(BATCH, -1)).logits, own
 
 
+@quietly
 def prove(rank: int, group: Any, family: str) -> Cell:
     """A model of FAMILIES, whole on one rank against two lines on all."""
     from ulysses_attention.transformers import parallelize
 
-    quiet()
     make, padded = FAMILIES[family]
     try:
         model = sensitive(make())
