@@ -16,7 +16,7 @@ from compat_compare import COLUMNS
 from compat_proof import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, SENSITIVE, Cell
 
 LIBRARIES = ("diffusers", "transformers")
-LONGEST = 120  # characters of an error
+LONGEST = 160  # characters of an error
 HEAD = f"""# Which versions and families work
 
 Made by `make compatibility`; a test compares the column of the installed version with a new run of the same proof.
