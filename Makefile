@@ -20,7 +20,7 @@ CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/part
 PYTHON_DIRS = python tests examples scripts bench
 
 .PHONY: setup build demo demo-cpp doctor-cpp test test-fast lint format docs report-check peers-report clean core dev
-.PHONY: asan tsan bench-instructions
+.PHONY: asan tsan bench-instructions test-diffusers test-transformers compare-diffusers compatibility
 
 setup:
 	@scripts/setup.sh
@@ -93,6 +93,29 @@ peers-report: build
 	@scripts/install_peers.sh
 	@PYTHONPATH=build/dev/python .venv-peers/bin/python -m ulysses_attention.doctor.peers_report build/peers \
 	  >build/peers.md && mv build/peers.md docs/peers.md
+
+# Not part of `make test`: other versions of diffusers and transformers, each in an environment of its own. VERSION= says
+# which; `make compatibility` runs all of them and makes docs/compatibility.md.
+COMPATIBILITY := build/compatibility
+diffusers_VERSIONS := 0.36.0 0.38.0 0.40.0 0.42.1
+transformers_VERSIONS := 5.0.0 5.24.0
+PROOF = OMP_NUM_THREADS=1 PYTHONPATH=build/dev/python:tests
+
+test-diffusers test-transformers: build
+	@[ -n "$(VERSION)" ] || { echo "$@: no version. Fix: make $@ VERSION=$(firstword $($(@:test-%=%)_VERSIONS))" >&2; exit 1; }
+	@scripts/install_framework.sh $(@:test-%=%) $(VERSION)
+	@$(PROOF) .venv-$(@:test-%=%)-$(VERSION)/bin/python tests/compat_run.py $(@:test-%=%) $(COMPATIBILITY)
+
+compare-diffusers: build
+	@$(PROOF) $(BIN)/python tests/compat_compare.py $(COMPATIBILITY)
+
+compatibility: build
+	@rm -rf $(COMPATIBILITY)
+	@for version in $(diffusers_VERSIONS); do $(MAKE) test-diffusers VERSION=$$version; done
+	@for version in $(transformers_VERSIONS); do $(MAKE) test-transformers VERSION=$$version; done
+	@$(MAKE) compare-diffusers
+	@$(PROOF) $(BIN)/python tests/compat_page.py $(COMPATIBILITY) >build/compatibility.md
+	@mv build/compatibility.md docs/compatibility.md
 
 # Not part of `make test`: it needs valgrind and the compiler of the stored numbers. count.py --write stores new ones.
 bench-instructions: setup
