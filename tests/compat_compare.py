@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compat_families import FAMILIES, Inputs, draw, ids, sensitive
 from compat_proof import (
+    DIFFUSERS_FAMILIES,
     OUTPUT_TOLERANCE,
     Cell,
     call,
@@ -33,7 +33,10 @@ from compat_proof import (
     verdict,
     worst_of_ranks,
 )
+from families import FAMILIES, TEXT, Family, grid, noise
 from ulysses_attention.launch import ProcessRanks
+
+Inputs = dict[str, Any]
 
 TIMEOUT_S = 30.0
 COLUMNS = ("diffusers", "diffusers, ulysses_anything", "ours")
@@ -49,15 +52,14 @@ class Case(NamedTuple):
     inputs: Callable[[], Inputs] = dict
 
     def build(self) -> tuple[torch.nn.Module, Inputs]:
-        model, inputs = FAMILIES[self.family]()
-        if self.config:
-            model = sensitive(type(model).from_config({**model.config, **self.config}))  # type: ignore[attr-defined]
-        return model, inputs | self.inputs()
+        family = FAMILIES[self.family]
+        model = Family(family.kind, {**family.config, **self.config}, family.inputs).model()
+        return model, family.inputs(TEXT, True) | self.inputs()
 
 
 def _tokens(image: int, text: int) -> Inputs:
-    inputs = {"hidden_states": draw(2, image, 4), "encoder_hidden_states": draw(2, text, 8, seed=1)}
-    return inputs | {"img_ids": ids(image), "txt_ids": torch.zeros(text, 3)}
+    inputs = {"hidden_states": noise(2, image, 4), "encoder_hidden_states": noise(2, text, 8, seed=1)}
+    return inputs | {"img_ids": grid(image), "txt_ids": torch.zeros(text, 3)}
 
 
 def _tokens_of_flux2(image: int, text: int) -> Inputs:
@@ -68,23 +70,23 @@ def _tokens_of_flux2(image: int, text: int) -> Inputs:
 
 
 def _even_video() -> Inputs:
-    return {"hidden_states": draw(2, 4, 4, 8, 4)}  # 32 tokens
+    return {"hidden_states": noise(2, 4, 4, 8, 4)}  # 32 tokens
 
 
 def _even_qwen() -> Inputs:
-    inputs = {"hidden_states": draw(2, 16, 16), "img_shapes": [[(1, 4, 4)]] * 2}
-    return inputs | {"encoder_hidden_states": draw(2, 4, 8, seed=1), "encoder_hidden_states_mask": None}
+    inputs = {"hidden_states": noise(2, 16, 16), "img_shapes": [[(1, 4, 4)]] * 2}
+    return inputs | {"encoder_hidden_states": noise(2, 4, 8, seed=1), "encoder_hidden_states_mask": None}
 
 
 def _even_ltx() -> Inputs:
-    inputs = {"hidden_states": draw(2, 32, 4), "num_frames": 2, "height": 4, "width": 4}
-    inputs |= {"timestep": torch.tensor([[500.0], [700.0]]), "encoder_hidden_states": draw(2, 4, 8, seed=1)}
+    inputs = {"hidden_states": noise(2, 32, 4), "num_frames": 2, "height": 4, "width": 4}
+    inputs |= {"timestep": torch.tensor([[500.0], [700.0]]), "encoder_hidden_states": noise(2, 4, 8, seed=1)}
     return inputs | {"encoder_attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()}
 
 
 def _even_ltx2() -> Inputs:
-    inputs = _even_ltx() | {"audio_hidden_states": draw(2, 4, 4, seed=3), "audio_num_frames": 4}
-    return inputs | {"audio_encoder_hidden_states": draw(2, 4, 8, seed=2), "encoder_attention_mask": None}
+    inputs = _even_ltx() | {"audio_hidden_states": noise(2, 4, 4, seed=3), "audio_num_frames": 4}
+    return inputs | {"audio_encoder_hidden_states": noise(2, 4, 8, seed=2), "encoder_attention_mask": None}
 
 
 FOUR = {"num_attention_heads": 4}
@@ -95,7 +97,7 @@ CASES = [
     Case("flux", "24 + 8 tokens, 4 heads", 2, FOUR, functools.partial(_tokens, 24, 8)),
     Case("flux2", "24 + 8 tokens, 4 heads", 2, FOUR, functools.partial(_tokens_of_flux2, 24, 8)),
     Case("wan", "32 tokens, 4 heads", 2, FOUR, _even_video),
-    Case("qwen_image", "16 + 4 tokens, 4 heads", 2, FOUR, _even_qwen),
+    Case("qwen", "16 + 4 tokens, 4 heads", 2, FOUR, _even_qwen),
     Case("ltx", "32 + 4 tokens, 4 heads, a text mask", 2, FOUR_LTX, _even_ltx),
     Case("ltx2", "32 tokens, 4 of audio, 4 heads", 2, FOUR_LTX2, _even_ltx2),
     Case("flux", "24 + 8 tokens, 3 heads", 2, {}, functools.partial(_tokens, 24, 8)),
@@ -103,7 +105,7 @@ CASES = [
     Case(
         "flux", "24 + 8 tokens, 30 heads on 4 ranks", 4, {"num_attention_heads": 30}, functools.partial(_tokens, 24, 8)
     ),
-    *(Case(family, "4 query heads to 2 of keys" if family == "lumina2" else UNEVEN) for family in FAMILIES),
+    *(Case(family, "4 query heads to 2 of keys" if family == "lumina2" else UNEVEN) for family in DIFFUSERS_FAMILIES),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from families import FAMILIES, TEXT
 from ulysses_attention.launch import ProcessRanks, RankError
 
 WORLD = 2
@@ -20,15 +21,19 @@ OUTPUT_TOLERANCE = 1e-5  # of the largest output, float32
 GRADIENT_TOLERANCE = 1e-4  # of a parameter's largest gradient, and no less than 1e-3 of the largest of all
 SENSITIVE = 1e-2  # what attention over a rank's own tokens must move the output by, or the proof says nothing
 
+#: One for each way of being cut; of tests/families.py.
+DIFFUSERS_FAMILIES = (
+    "flux", "flux2", "chroma", "wan", "wan_ti2v", "wan_i2v", "wan_vace", "qwen", "ltx", "ltx2", "hunyuan",
+    "hunyuan_i2v", "z_image", "cosmos", "cogvideox", "sd3", "lumina2",
+)  # fmt: skip
+
 Cell = dict[str, Any]  # verdict: ok | wrong | insensitive | refused | absent | failed; why; what was measured
 
 
 def proof_of(library: str) -> tuple[tuple[str, ...], Callable[..., Cell]]:
     """The families of a library, and prove(rank, group, family), to be run on every rank."""
     if library == "diffusers":
-        import compat_families
-
-        return tuple(compat_families.FAMILIES), prove_diffusers
+        return DIFFUSERS_FAMILIES, prove_diffusers
     import compat_transformers
 
     return tuple(compat_transformers.FAMILIES), compat_transformers.prove
@@ -113,14 +118,11 @@ def worst_of_ranks(*values: float) -> list[float]:
 
 @quietly
 def prove_diffusers(rank: int, group: Any, family: str) -> Cell:
-    """A family of compat_families."""
-    from compat_families import FAMILIES
-
     try:
-        model, inputs = FAMILIES[family]()
-    except ImportError:
+        model = FAMILIES[family].model()
+    except AttributeError:
         return {"verdict": "absent"}
-    return prove_model(model, inputs, group)
+    return prove_model(model, FAMILIES[family].inputs(TEXT, True), group)
 
 
 def prove_model(model: torch.nn.Module, inputs: Mapping[str, Any], group: Any) -> Cell:

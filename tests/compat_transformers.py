@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from compat_families import sensitive
 from compat_proof import Cell, gradient_error, gradients_of, largest, quietly, verdict, worst_of_ranks
+from families import wake
 
 BATCH, TOKENS, PADDED, WINDOW = 2, 13, 4, 4  # 13 tokens: 7 and 6 on two ranks
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -74,7 +74,7 @@ def prove(rank: int, group: Any, family: str) -> Cell:
 
     make, padded = FAMILIES[family]
     try:
-        model = sensitive(make())
+        model = wake(make())
     except ImportError:
         return {"verdict": "absent"}
     inputs = inputs_of(padded)
