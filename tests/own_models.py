@@ -112,6 +112,22 @@ def chrono_edit() -> tuple[torch.nn.Module, dict[str, Any]]:
     }
 
 
+def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Its own plan names 40 blocks."""
+    from diffusers import HeliosTransformer3DModel
+
+    model = HeliosTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=8, ffn_dim=16, num_layers=40, rope_dim=(4, 4, 4), guidance_cross_attn=False,
+        zero_history_timestep=False, has_multi_term_memory_patch=False,
+    )  # fmt: skip
+    return wake(model), {
+        "hidden_states": noise(2, 4, 3, 6, 6),
+        "timestep": torch.tensor([500.0, 700.0]),
+        "encoder_hidden_states": noise(2, 7, 8, seed=1),
+    }
+
+
 def auraflow() -> torch.nn.Module:
     from diffusers import AuraFlowTransformer2DModel
 

@@ -57,7 +57,13 @@ class SequenceLayout:
         policy: UlyssesContextParallelPolicy | None = None,
         order: str = "contiguous",
         cp_rank: int | None = None,
+        *,
+        lengths: tuple[int, ...] | None = None,
+        padded_lengths: tuple[int, ...] | None = None,
     ) -> None:
+        if lengths is not None and padded_lengths is not None:
+            self._set_again(seq_len, cp_size, lengths, padded_lengths, order, cp_rank)
+            return
         text = "" if policy is None else policy.text
         lengths, padded_lengths = _lengths(operator.index(seq_len), cp_size, text, order, cp_rank)
         self._set(lengths, padded_lengths, order, cp_rank)
@@ -73,6 +79,26 @@ class SequenceLayout:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_again(
+        self,
+        seq_len: int,
+        cp_size: int,
+        lengths: tuple[int, ...],
+        padded_lengths: tuple[int, ...],
+        order: str,
+        cp_rank: int | None,
+    ) -> None:
+        """From the fields of another one: fully_shard's mixed precision copies every dataclass among the arguments of a
+        forward by dataclasses.replace, layouts as well."""
+        _checked_lengths(tuple(lengths), cp_rank)
+        rows = len(padded_lengths) == len(lengths) and all(n <= m for n, m in zip(lengths, padded_lengths, strict=True))
+        if (seq_len, cp_size, order) != (sum(lengths), len(lengths), "contiguous") or not rows:
+            raise ValueError(
+                f"[SequenceLayout] lengths {list(lengths)} in {list(padded_lengths)} rows are not seq_len={seq_len}, "
+                f"cp_size={cp_size}, order={order!r}. Fix: SequenceLayout.from_lengths({list(lengths)}). [CP012]"
+            )
+        self._set(lengths, padded_lengths, order, cp_rank)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], cp_rank: int | None = None) -> SequenceLayout:

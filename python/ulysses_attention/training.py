@@ -175,10 +175,15 @@ def _sum_bucket(bucket: list[_Slot], group: ProcessGroup) -> None:
     group.allreduce([flat]).wait()
     anywhere = present if all(present) else (counts > 0).tolist()  # the host waits for the device only if it must
     for slot, piece, exists in zip(bucket, pieces, anywhere, strict=True):
-        if slot.grad is not None:
+        if slot.grad is not None and not _is_expanded(slot.grad):
             slot.grad.copy_(piece.view(slot.local.shape))
         elif exists:
             _set_grad(slot, piece.view(slot.local.shape).to(slot.local.dtype, copy=True))
+
+
+def _is_expanded(x: torch.Tensor) -> bool:
+    """Whether elements share memory, as in what torch.autograd.grad returns for a sum: not to be written in place."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _set_grad(slot: _Slot, grad: torch.Tensor) -> None:
@@ -236,12 +241,14 @@ def token_mean_loss(
     Dtype:  that of loss_sum, float32 at least.
     Comm:   one small collective, none in backward; the host reads the numbers. Every rank must call it.
     Errors: CP060 if ranks differ in total or averaged_over, CP063 without a group, CP069 for a loss_sum that is not one
-            number, a wrong count, or no token to average over; on every rank.
+            number, a wrong count or total, or no token to average over; on every rank.
     """
     process_group = _one_group("token_mean_loss", group)
     value = _host_number(loss_sum) if isinstance(loss_sum, torch.Tensor) else (1, 0.0)
     count = _host_number(token_count)
-    rows = _rows([*value, *count, -1 if total is None else total, averaged_over], process_group)
+    rows = _rows(
+        [*value, *count, -1 if total is None else _at_least_one(total), _at_least_one(averaged_over)], process_group
+    )
     _check_rows(rows)
     tokens = sum(row[3] for row in rows) if total is None else total
     dtype = torch.promote_types(loss_sum.dtype, torch.float32)
@@ -280,7 +287,7 @@ def loss_scale(layout: SequenceLayout, rank: int, *, averaged_over: int = 1) -> 
     Errors: CP015 for a rank outside the layout, CP069 for an averaged_over below 1.
     """
     layout._check_rank(rank)
-    if averaged_over < 1:
+    if not averaged_over >= 1:
         raise ValueError(f"[loss_scale] averaged_over={averaged_over}. Fix: 1, or the wrapper's group size. [CP069]")
     return layout.lengths[rank] * averaged_over / layout.seq_len
 
@@ -294,13 +301,19 @@ def _host_number(x: int | float | torch.Tensor) -> tuple[int, float]:
     return (0, float(x)) if isinstance(x, (int, float)) else (1, 0.0)
 
 
+def _at_least_one(x: float) -> float:
+    """x where it is a whole number from 1 on, else 0, which every rank refuses."""
+    number = float(x)
+    return number if number >= 1 and number.is_integer() else 0.0
+
+
 def _check_rows(rows: list[list[float]], name: str = "token_mean_loss") -> None:
     """Each row: (loss is no number, loss, count is no number, count, total, averaged_over)."""
     for rank, row in enumerate(rows):
         no_loss, _, no_count, count, total, averaged_over = row
         if no_loss:
             wrong = 'loss_sum is not one number. Fix: reduction="sum"'
-        elif no_count or not (count >= 0 and count == int(count)):
+        elif no_count or not (count >= 0 and count.is_integer()):
             wrong = "token_count is not a count. Fix: (targets != -100).sum()"
         elif (total != -1 and total < 1) or averaged_over < 1:
             wrong = (
@@ -316,6 +329,12 @@ def _check_rows(rows: list[list[float]], name: str = "token_mean_loss") -> None:
                 f"[{name}] rank 0 has total, averaged_over = {_shown(rows[0])} and rank {rank} {_shown(row)}. "
                 f"Fix: the same on every rank; total=total_tokens(count, group). [CP060]"
             )
+    counted = sum(row[3] for row in rows)
+    if -1 != rows[0][4] < counted:
+        raise ValueError(
+            f"[{name}] total={rows[0][4]:.0f}, and the ranks count {counted:.0f} tokens in this call alone. Fix: "
+            f"total=total_tokens(count of all micro-batches, group). [CP069]"
+        )
     if name == "token_mean_loss" and rows[0][4] == -1 and not any(row[3] for row in rows):
         raise ValueError(
             "[token_mean_loss] no rank has a token to average over. Fix: leave this batch out on every rank, or pass "

@@ -42,6 +42,20 @@ def test_every_gradient_is_the_sum_over_the_ranks(
             assert torch.equal(grad, torch.full(shape, (at + 1) * world * (world + 1) / 2, dtype=dtype))
 
 
+def test_a_gradient_whose_elements_share_memory_is_replaced() -> None:
+    """torch.autograd.grad of a sum returns one number, expanded."""
+
+    def on_rank(rank: int, group: Any) -> torch.Tensor:
+        parameter = _parameter((3,), None)
+        (parameter.grad,) = torch.autograd.grad(parameter.sum(), parameter) if rank else (torch.ones(3),)
+        assert parameter.grad.stride() == ((0,) if rank else (1,))
+        ua.sum_gradients([parameter], group)
+        return parameter.grad
+
+    for grad in ua.run_ranks(on_rank, 2):
+        assert torch.equal(grad, torch.full((3,), 2.0))
+
+
 def test_strides_of_a_gradient_stay() -> None:
     values = torch.arange(6.0).view(2, 3)
 

@@ -101,6 +101,10 @@ def _errors(call: Any, world: int = 3) -> list[str]:
         (torch.ones(()), 0.5, {}, "on rank 1: token_count is not a count"),
         (torch.ones(()), torch.ones(3), {}, "on rank 1: token_count is not a count"),
         (torch.ones(()), 1, {"total": 0}, "on rank 1: total, averaged_over = 0, 1. Fix: total=None or total_tokens("),
+        (torch.ones(()), 1, {"total": -1}, "on rank 1: total, averaged_over = 0, 1. Fix: total=None or total_tokens("),
+        (torch.ones(()), 1, {"total": 6.5}, "on rank 1: total, averaged_over = 0, 1. Fix: total=None or total_tokens("),
+        (torch.ones(()), float("inf"), {}, "on rank 1: token_count is not a count"),
+        (torch.ones(()), 1, {"averaged_over": float("nan")}, "on rank 1: total, averaged_over = None, 0. Fix: "),
         (torch.ones(()), 1, {"averaged_over": 0}, "on rank 1: total, averaged_over = None, 0. Fix: "),
         (torch.ones(()), 1, {"total": 7}, "rank 0 has total, averaged_over = None, 1 and rank 1 7, 1. Fix: the same"),
         (torch.ones(()), 1, {"averaged_over": 2}, "= None, 1 and rank 1 None, 2. Fix: the same on every rank"),
@@ -118,6 +122,12 @@ def test_cp069_cp060_what_one_rank_does_wrong_is_refused_on_all(
     errors = _errors(call)
     assert len(set(errors)) == 1 and text in errors[0], errors[0]
     assert ("[CP060]" if "the same" in text else "[CP069]") in errors[0]
+
+
+def test_cp069_a_total_below_what_one_call_counts() -> None:
+    """The total of one rank, or of another micro-batch."""
+    for error in _errors(lambda rank, group: ua.token_mean_loss(torch.ones(()), 4, group, total=11)):
+        assert "total=11, and the ranks count 12 tokens in this call alone. Fix: total=total_tokens(" in error
 
 
 def test_cp069_no_token_on_any_rank() -> None:
@@ -157,3 +167,5 @@ def test_cp015_cp069_a_rank_or_a_size_that_is_none() -> None:
         ua.loss_scale(layout, 2)
     with pytest.raises(ValueError, match=r"averaged_over=0. Fix: 1, .*\[CP069\]"):
         ua.loss_scale(layout, 0, averaged_over=0)
+    with pytest.raises(ValueError, match=r"averaged_over=nan. Fix: 1, .*\[CP069\]"):
+        ua.loss_scale(layout, 0, averaged_over=float("nan"))  # type: ignore[arg-type]

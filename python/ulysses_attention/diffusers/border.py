@@ -12,7 +12,9 @@ import torch
 from ulysses_attention.diffusers.plan import Compute, Gather, Rule, ShardingPlan, find
 from ulysses_attention.diffusers.streams import Streams
 
-__all__ = ["install"]
+__all__ = ["Hooked", "check_still_hooked", "install"]
+
+Hooked = dict[str, torch.nn.Module]  # by path
 
 
 def _apply(value: Any, rule: Rule, streams: Streams) -> Any:
@@ -69,26 +71,45 @@ def _gather_output(rule: Gather, streams: Streams) -> Callable[..., Any]:
     return lambda module, args, output: streams.gather(output, rule.dim, rule.stream, rule.grad)
 
 
-def install(model: torch.nn.Module, plan: ShardingPlan, streams: Streams) -> list[Any]:
-    """Registers the hooks of a plan on a model and returns their handles.
+def install(model: torch.nn.Module, plan: ShardingPlan, streams: Streams) -> tuple[list[Any], Hooked]:
+    """Registers the hooks of a plan on a model. Returns their handles, and the modules that they are on.
 
     Errors: ValueError for a module or an argument that the model does not have; then no hook is left.
     """
     hooks: list[Any] = []
+    hooked: Hooked = {}
     try:
         for pattern, rules in plan.inputs.items():
             for path, module in find(model, pattern):
                 known = _known_arguments(path, module, rules)
                 before = _shard_inputs(module, known, streams)
                 hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooked[path] = module
         for pattern, rule in plan.outputs.items():
-            for _, module in find(model, pattern):
+            for path, module in find(model, pattern):
                 hooks.append(module.register_forward_hook(_shard_outputs(rule, streams)))
+                hooked[path] = module
         for pattern, gather in plan.gather.items():
-            for _, module in find(model, pattern):
+            for path, module in find(model, pattern):
                 hooks.append(module.register_forward_hook(_gather_output(gather, streams)))
+                hooked[path] = module
     except BaseException:
         for hook in hooks:
             hook.remove()
         raise
-    return hooks
+    return hooks, hooked
+
+
+def check_still_hooked(model: torch.nn.Module, hooked: Hooked) -> None:
+    """Errors: RuntimeError where peft has put an adapter around a module with a hook, or taken one with a hook away."""
+    modules = dict(model.named_modules())
+    for path, module in hooked.items():
+        now = modules.get(path)
+        is_inside = now is not module and any(other is module for other in modules.values())  # compiled, for instance
+        if now is module or (is_inside and getattr(now, "base_layer", None) is not module):
+            continue
+        raise RuntimeError(
+            f"[parallelize] {path!r} is another module since parallelize ({type(now).__module__}), and its tokens "
+            f"would not be cut or gathered. Fix: handle.remove() first, then what replaces it (load_lora_weights, "
+            f"add_adapter, unload_lora_weights), then parallelize again."
+        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from ulysses_attention.diffusers.families import FAMILIES, UNSUPPORTED
-from ulysses_attention.diffusers.plan import LOCAL, Attend, Gather, Rule, Shard, ShardingPlan
+from ulysses_attention.diffusers.plan import LOCAL, Attend, Gather, Rule, Shard, ShardingPlan, matches
 from ulysses_attention.diffusers.template import template
 
 __all__ = ["own_plan", "plan_for"]
@@ -76,7 +76,20 @@ def own_plan(model: torch.nn.Module) -> ShardingPlan:
     for path, module in model.named_modules():
         if getattr(module, "processor", None) is not None and hasattr(module, "set_processor"):
             attention[path] = LOCAL if _is_cross(path, module) and "text" not in sharded else Attend(())
-    return ShardingPlan(inputs=inputs, outputs=outputs, gather=gather, attention=attention, replicate=())
+    # A module that shards its own input leaves the rest of the model whole, and its gradients are no partial sums.
+    is_whole_between = any(matches(pattern, path) for path in gather for pattern in inputs)
+    check = _without_gradients if is_whole_between else None
+    return ShardingPlan(inputs=inputs, outputs=outputs, gather=gather, attention=attention, replicate=(), check=check)
+
+
+def _without_gradients(model: torch.nn.Module, arguments: Mapping[str, Any]) -> str:
+    if not torch.is_grad_enabled():
+        return ""
+    return (
+        f"the context parallel plan that {type(model).__name__} declares gathers tokens between its modules, which is "
+        f"right for outputs and not for gradients. Fix: torch.no_grad(); to train, a plan that gathers at the end of "
+        f"the model only, compared by verify(model, inputs, group, plan=plan)."
+    )
 
 
 def _shards(rules: Iterable[dict[str, Rule]]) -> Iterable[Shard]:

@@ -104,6 +104,19 @@ LTX = ShardingPlan(
     gather={"proj_out": Gather(1, "image")},
 )
 AUDIO = Shard(1, "audio")
+
+
+def _audio_rotation(rotation: tuple[torch.Tensor, ...], streams: Streams) -> tuple[torch.Tensor, ...]:
+    """Of [B, S, D], or [B, H, S, D] for the split form, with which diffusers cannot rotate no tokens at all."""
+    tokens = rotation[0].size(-2)
+    if rotation[0].dim() == 4 and tokens < streams.cp_size:
+        raise ValueError(
+            f"[parallelize] rope_type='split' does not rotate on a rank without audio, and {tokens} audio tokens are "
+            f"fewer than cp_size={streams.cp_size}. Fix: a group of at most {tokens} ranks."
+        )
+    return tuple(streams.shard(x, Shard(-2, "audio")) for x in rotation)
+
+
 LTX2 = ShardingPlan(
     inputs={
         "": {
@@ -111,13 +124,14 @@ LTX2 = ShardingPlan(
             "timestep": PER_TOKEN_TIME,
             "audio_hidden_states": AUDIO,
             "audio_timestep": Shard(1, "audio", ndim=2),
+            "video_keyframes_mask?": IMAGE,
         }
     },
     outputs={  # [B, S, D], or [B, H, S, D] for the split form
         "rope": Shard(-2, "image"),
         "cross_attn_rope": Shard(-2, "image"),
-        "audio_rope": Shard(-2, "audio"),
-        "cross_attn_audio_rope": Shard(-2, "audio"),
+        "audio_rope": Compute(_audio_rotation),
+        "cross_attn_audio_rope": Compute(_audio_rotation),
     },
     attention={
         "**.attn1": Attend(("image",)),

@@ -81,11 +81,13 @@ class _Parallelized:
         self._before: list[tuple[Any, Any]] = []
         self._ours: dict[Any, Any] = {}
         self._hooks: list[Any] = []
+        self._hooked: border.Hooked = {}
         self._parameters = list(inspect.signature(model.forward).parameters)
         try:
             self._set_processors(options)
             self._hooks = [model.register_forward_pre_hook(self._start, with_kwargs=True)]
-            self._hooks += border.install(model, plan, streams)
+            hooks, self._hooked = border.install(model, plan, streams)
+            self._hooks += hooks
         except BaseException:
             self.remove()
             raise
@@ -119,6 +121,7 @@ class _Parallelized:
                     f"parallelize and sees the tokens of this rank only. Fix: handle.remove() first, then what sets "
                     f"processors (fuse_qkv_projections, load_ip_adapter, set_attn_processor), then parallelize again."
                 )
+        border.check_still_hooked(model, self._hooked)
         check_not_cut_by_diffusers(model)
         check_cache(model)
         self.streams.begin(checkpointing=bool(getattr(model, "gradient_checkpointing", True)))
@@ -146,7 +149,7 @@ class _Parallelized:
                 module.set_processor(processor)
         for ours in {id(ours): ours for ours in self._ours.values()}.values():
             ours.retire()
-        self._hooks, self._before, self._ours = [], [], {}
+        self._hooks, self._before, self._ours, self._hooked = [], [], {}, {}
         if getattr(self.model, _MARK, None) is self:
             delattr(self.model, _MARK)
 

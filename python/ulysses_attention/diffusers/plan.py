@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from ulysses_attention.diffusers.streams import Streams
 
-__all__ = ["Attend", "Compute", "Gather", "Segments", "Shard", "ShardingPlan", "find"]
+__all__ = ["Attend", "Compute", "Gather", "Segments", "Shard", "ShardingPlan", "find", "matches"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +107,13 @@ class ShardingPlan:
     def attend(self, path: str) -> Attend | Literal["local"] | None:
         """What the attention module of that path attends to."""
         for pattern, attend in self.attention.items():
-            if _matches(pattern.removesuffix("?"), path):
+            if matches(pattern.removesuffix("?"), path):
                 return attend
         return None
 
 
-def _matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str) -> bool:
+    """Whether a module of that path is meant."""
     if pattern == path:
         return True
     parts = re.split(r"(\*\*|\*)", pattern)
@@ -137,7 +138,7 @@ def find(model: torch.nn.Module, pattern: str) -> Iterator[tuple[str, torch.nn.M
     name = pattern.removesuffix("?")
     if "-1" in name.split("."):
         name = _last_of_list(model, name)
-    found = [(path, module) for path, module in model.named_modules() if _matches(name, path)]
+    found = [(path, module) for path, module in model.named_modules() if matches(name, path)]
     if not found and not optional:
         children = ", ".join(path for path, _ in model.named_children())
         raise ValueError(

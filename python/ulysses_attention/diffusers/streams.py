@@ -54,7 +54,7 @@ class Streams:
             raise RuntimeError(
                 f"[parallelize] gradient checkpointing runs a forward again, and forwards with other tokens have run "
                 f"since the last backward: {other[0]} and {self._tokens}. Which one this is cannot be told. "
-                f"Fix: call backward after each forward."
+                f"Fix: call backward after each forward, and forwards without one under torch.no_grad()."
             )
 
     def layout(self, stream: str, tokens: int | None = None) -> SequenceLayout | None:

@@ -147,12 +147,14 @@ def verify(
     flat, _ = tree_flatten_with_path(dict(inputs))
     named = {"inputs" + "".join(str(key) for key in path): x for path, x in flat if isinstance(x, torch.Tensor)}
     check_same(named | {name: p.detach() for name, p in model.named_parameters()}, group)
-    training, kept = model.training, {p: p.grad for p in model.parameters()}
+    training = {module: module.training for module in model.modules()}
+    kept = {p: p.grad for p in model.parameters()}
     model.eval()
     try:
         return _compare(model, inputs, group, options)
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
         for p, gradient in kept.items():
             p.grad = gradient
 
@@ -179,6 +181,7 @@ def _compare(
         errors[name] = _difference(total, wanted, max(_largest([wanted]), 1e-3 * _largest(list(gradients.values()))))
     scale = _largest(outputs)
     pairs = zip(own_outputs, outputs, strict=True)
-    worst = torch.tensor([max(_difference(x, wanted, scale) for x, wanted in pairs)], dtype=torch.float64)
+    differences = torch.tensor([_difference(x, wanted, scale) for x, wanted in pairs], dtype=torch.float64)
+    worst = differences.nan_to_num(nan=float("inf")).amax(0, keepdim=True)  # a maximum may leave NaN out
     group.allreduce([worst], torch.distributed.ReduceOp.MAX).wait()
     return Verification(float(worst), errors, _tolerance(outputs[0].dtype), left_whole)

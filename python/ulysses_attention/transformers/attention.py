@@ -100,8 +100,9 @@ def attention(
         softmax_scale=scaling,
         softcap=softcap,
         sinks=s_aux,
-        attn_mask=ulysses.key_mask,
-        mask_layout=None if ulysses.key_mask is None else MaskLayout(kv="global"),
+        # With all its axes: [B, S] could be a row for each query where this rank has as many queries as B.
+        attn_mask=None if ulysses.key_mask is None else ulysses.key_mask[:, None, None, :],
+        mask_layout=None if ulysses.key_mask is None else MaskLayout(q="broadcast", kv="global"),
         layout=layout,
         dropout_p=dropout,
         kernel=ulysses.kernel,

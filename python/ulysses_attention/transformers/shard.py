@@ -90,7 +90,8 @@ def positions_of(arguments: Arguments, tokens: torch.Tensor, traits: Traits) -> 
         if not traits.positions_count_from_zero:
             raise _invalid(
                 "position_ids is not given, and this model does not rotate by position, so how it counts is not known",
-                f"position_ids, for instance torch.arange({tokens.shape[1]})[None]",
+                f"position_ids as it counts on one process: torch.arange({tokens.shape[1]})[None] for GPT-2, BERT and "
+                f"OPT, torch.arange({tokens.shape[1]})[None] + pad_token_id + 1 for RoBERTa and its kind",
             )
         return torch.arange(tokens.shape[1], device=tokens.device)[None]
     if arguments.get("attention_mask") is None and positions.shape[1] > 1:

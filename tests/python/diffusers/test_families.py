@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from families import FAMILIES
-from same_model import call_without_gradient, family, over_threads
+from families import FAMILIES, LATE, TEXT
+from same_model import call_without_gradient, family, one_process, over_threads
 from ulysses_attention import _C, SequenceLayout, UlyssesContextParallelPolicy, diffusers, run_ranks
 
 EXACT = UlyssesContextParallelPolicy(require_seq_divisible=False)
@@ -28,6 +29,20 @@ def test_z_image_with_its_30_heads_on_4_ranks() -> None:
 
 def test_every_plan_is_tested() -> None:
     assert {entry.kind for entry in FAMILIES.values()} == set(diffusers.FAMILIES)
+
+
+def test_ltx2_with_its_first_frame_marked() -> None:
+    """Where the installed version marks frames at all."""
+    entry = FAMILIES["ltx2"]
+    marks = "video_keyframes_mask" in inspect.signature(type(entry.model()).forward).parameters
+    if marks:
+        entry = dataclasses.replace(entry, config={**entry.config, "use_keyframes_abs_pos_embedding": True})
+    model, inputs = entry.model(), entry.inputs(TEXT, True)
+    mask = {"video_keyframes_mask": (~LATE).float()[None, :, None].expand(2, -1, -1)} if marks else {}
+    wanted = one_process(model, {**inputs, **mask})
+    moved = (wanted.out - call_without_gradient(model, inputs)).abs().max()
+    assert bool(moved > 1e-2) is marks
+    over_threads(wanted, 2)
 
 
 @pytest.mark.parametrize("name", ["flux", "chroma", "wan", "ltx2", "lumina2"])

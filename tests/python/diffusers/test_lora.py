@@ -56,3 +56,30 @@ def test_an_adapter_added_to_a_parallelized_model() -> None:
             assert_gradients(sum_over_ranks(gradients, group), wanted.gradients)
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_adapter_around_the_last_projection_put_on_or_taken_off_later_is_refused(before: bool) -> None:
+    """The hook that gathers stays with the module that peft replaces."""
+    from peft import LoraConfig
+
+    from same_model import assert_output, call_without_gradient, family
+    from ulysses_attention import run_ranks
+    from ulysses_attention.diffusers import parallelize
+
+    adapter = LoraConfig(r=2, target_modules=["proj_out"])
+    wanted = family("flux")
+    models: list[Any] = [FAMILIES["flux"].model() for _ in range(2)]
+
+    def on_rank(rank: int, group: Any) -> None:
+        model = models[rank]
+        if before:
+            model.add_adapter(adapter)
+        with parallelize(model, group):
+            model.unload_lora() if before else model.add_adapter(adapter)
+            with pytest.raises(RuntimeError, match=r"'proj_out' is another module since.*Fix: handle.remove\(\) first"):
+                call_without_gradient(model, wanted.inputs)
+        with parallelize(model, group):  # a new adapter changes nothing
+            assert_output(call_without_gradient(model, wanted.inputs), wanted.out)
+
+    run_ranks(on_rank, 2)

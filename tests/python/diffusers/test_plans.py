@@ -12,7 +12,16 @@ import pytest
 import torch
 
 import own_models
-from same_model import call, call_without_gradient, family, hooks_of, one_process, over_threads, rebound_modules
+from same_model import (
+    assert_output,
+    call,
+    call_without_gradient,
+    family,
+    hooks_of,
+    one_process,
+    over_threads,
+    rebound_modules,
+)
 from ulysses_attention import run_ranks
 from ulysses_attention.diffusers import FAMILIES, Attend, Gather, Segments, Shard, ShardingPlan, parallelize, verify
 from ulysses_attention.diffusers.choose import own_plan, plan_for
@@ -96,6 +105,23 @@ def test_a_plan_that_the_model_declares_itself() -> None:
     assert plan_for(model) == own_plan(model)
     over_threads(one_process(model, inputs), 2)
     over_threads(one_process(model, inputs), 4)
+
+
+def test_a_declared_plan_that_gathers_between_modules_computes_and_does_not_train() -> None:
+    """What stands between its cuts is whole on every rank, so that gradients are no partial sums."""
+    model, inputs = own_models.helios()
+    wanted = call_without_gradient(model, inputs)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def on_rank(rank: int, group: Any) -> None:
+        with parallelize(models[rank], group):
+            assert_output(call_without_gradient(models[rank], inputs), wanted)
+            with pytest.raises(
+                NotImplementedError, match=r"not for gradients. Fix: torch.no_grad\(\); to train, a plan"
+            ):
+                call(models[rank], inputs)
+
+    run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2", "wan", "qwen"])

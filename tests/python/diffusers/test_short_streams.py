@@ -40,6 +40,20 @@ def test_audio_shorter_than_the_ranks() -> None:
     over_threads(family("ltx2_short_audio"), 8)
 
 
+def test_audio_that_a_rank_without_it_could_not_rotate_is_refused_on_every_rank() -> None:
+    wanted = family("ltx2_split_rope")
+    models = [copy.deepcopy(wanted.model) for _ in range(6)]
+
+    def refused(rank: int, group: Any) -> str:
+        with parallelize(models[rank], group), pytest.raises(ValueError) as raised:
+            call_without_gradient(models[rank], wanted.inputs)
+        return str(raised.value)
+
+    for text in run_ranks(refused, 6):
+        assert "5 audio tokens are fewer than cp_size=6. Fix: a group of at most 5 ranks" in text
+    over_threads(wanted, 5)
+
+
 @pytest.mark.parametrize(("name", "tokens", "world"), [("flux", 21, 22), ("qwen", 15, 16), ("sd3", 15, 16)])
 def test_image_shorter_than_the_ranks_is_refused_on_every_rank(name: str, tokens: int, world: int) -> None:
     wanted = family(name)

@@ -213,3 +213,36 @@ def test_streams_that_stand_in_a_row_are_told_apart() -> None:
             assert not streams.is_sharded(torch.zeros(2, 28, 48), "text", "image")
 
     run_ranks(on_rank, 2)
+
+
+def test_modes_stay_as_they_were() -> None:
+    """Of each module: a frozen part is often left in eval mode."""
+    models = [copy.deepcopy(family("wan").model).train() for _ in range(2)]
+    for model in models:
+        model.get_submodule("blocks.0").eval()
+    before = [module.training for module in models[0].modules()]
+    run_ranks(lambda rank, group: verify(models[rank], family("wan").inputs, group), 2)
+    for model in models:
+        assert [module.training for module in model.modules()] == before
+
+
+class TwoOutputs(torch.nn.Module):
+    """The second output is no number where the model is parallelized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.proj(x) * self.scale
+        return first, torch.full_like(first, float("nan" if hasattr(self, "_ulysses_handle") else 1.0))
+
+
+def test_an_output_that_is_no_number_is_found_behind_one_that_is_right() -> None:
+    plan = ShardingPlan(
+        inputs={"proj": {"input": Shard(1, "image")}}, attention={}, gather={"proj": Gather(1, "image", grad="sum")}
+    )
+    model, x = TwoOutputs(), torch.ones(2, 6, 4)
+    for result in run_ranks(lambda rank, group: verify(copy.deepcopy(model), {"x": x}, group, plan=plan), 2):
+        assert result.output_error == float("inf") and not result.ok

@@ -144,6 +144,32 @@ def test_every_length_and_policy_equals_one_process(seq_len: int, policy: Any) -
     assert_same(on_ranks(4, llama, given, policy=policy), alone(llama(), given), given)
 
 
+def test_a_mask_where_ranks_have_as_many_tokens_as_the_batch_has_rows() -> None:
+    given = inputs_of("right")
+    assert ua.SequenceLayout(13, 7, EXACT).lengths[0] == given["attention_mask"].shape[0]
+    assert_same(on_ranks(7, llama, given), alone(llama(), given), given)
+
+
+def _mixed_precision(rank: int, group: Any) -> tuple[float, float]:
+    """The loss of all ranks under fully_shard in half precision, and that of one process."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    given, model = inputs_of("right"), llama()
+    parallelize(model, group)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    loss = model(**given).loss
+    loss.backward()
+    total = loss.detach().float().reshape(1)
+    group.allreduce([total]).wait()
+    return total.item(), alone(llama(), given).loss.item()
+
+
+def test_fully_shard_with_mixed_precision(gloo: Any) -> None:
+    for loss, expected in gloo(2).run(_mixed_precision):
+        assert loss == pytest.approx(expected, rel=2e-2)
+
+
 def test_the_layout_is_that_of_the_last_forward_and_known_before() -> None:
     def on_rank(rank: int, group: Any) -> None:
         model = llama()
