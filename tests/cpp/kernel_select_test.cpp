@@ -24,7 +24,8 @@ bool contains(const std::string& text, std::string_view part) { return text.find
 TEST(KernelSelect, RegistryListsEveryKernelInAutoOrder) {
   std::vector<std::string_view> names;
   for (const Kernel* kernel : all_kernels()) names.push_back(kernel->name());
-  EXPECT_EQ(names, (std::vector<std::string_view>{"cuda_flash", "cuda_efficient", "cuda_cudnn", "cpu_flash", "cpu_fused", "math"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{"cuda_flash", "cuda_efficient", "cuda_cudnn", "cpu_flash",
+                                                  "cpu_fused", "math"}));
   for (const Kernel* kernel : all_kernels()) EXPECT_EQ(find_kernel(kernel->name()), kernel);
   EXPECT_EQ(find_kernel("auto"), nullptr);
   EXPECT_EQ(find_kernel("flash"), nullptr);
@@ -32,8 +33,7 @@ TEST(KernelSelect, RegistryListsEveryKernelInAutoOrder) {
 
 TEST(KernelSelect, AutoOnCpuIsOurKernelWhereItIsTheFasterElseTheFusedOp) {
   for (const char* dtype : {"float32", "bfloat16", "float16"}) {
-    const std::string_view fastest =
-        flash::is_first_choice(flash::features(), dtype) ? "cpu_flash" : "cpu_fused";
+    const std::string_view fastest = flash::is_first_choice(flash::features(), dtype) ? "cpu_flash" : "cpu_fused";
     EXPECT_EQ(auto_choice(need("cpu", dtype)), fastest);
     EXPECT_EQ(auto_choice(need("cpu", dtype, 64, 64, 8)), fastest);
     EXPECT_EQ(auto_choice(need("cpu", dtype, 40, 40)), "cpu_fused");
@@ -107,7 +107,8 @@ TEST(KernelSelect, NamedKernelThatRefusesSaysWhy) {
 TEST(KernelSelect, UnknownNameListsTheKnown) {
   std::string why;
   EXPECT_EQ(select_kernel("flash4", need("cpu", "float32"), all_kernels(), &why), nullptr);
-  EXPECT_EQ(why, "no kernel is named flash4; known: auto, cuda_flash, cuda_efficient, cuda_cudnn, cpu_flash, "
+  EXPECT_EQ(why,
+            "no kernel is named flash4; known: auto, cuda_flash, cuda_efficient, cuda_cudnn, cpu_flash, "
             "cpu_fused, math");
 }
 
