@@ -26,7 +26,8 @@ constexpr Target kTargets[] = {{"bfloat16", "forward", 2.2},
                                {"float32", "forward", 1.2},
                                {"bfloat16", "backward", 1.5},
                                {"float32", "backward", 1.1}};
-constexpr double kMostRms = 1.1;       // times torch's error, from 1024 tokens on
+constexpr double kMostRms = 1.1;  // times torch's error, from 1024 tokens on
+constexpr double kMostOtherLoad = 0.5;
 constexpr double kLeastScaling = 1.8;  // two threads against one, from 1024 tokens on
 
 std::string line(bool holds, const std::string& text) {
@@ -89,7 +90,7 @@ std::string json(const std::vector<Row>& rows, const std::string& processor) {
   return text + "\n]}\n";
 }
 
-std::string verdict(const std::vector<Row>& rows, bool* all_hold) {
+std::string verdict(const std::vector<Row>& rows, double other_load, bool* all_hold) {
   std::string text;
   *all_hold = true;
   const auto add = [&](bool holds, const std::string& words) {
@@ -111,8 +112,13 @@ std::string verdict(const std::vector<Row>& rows, bool* all_hold) {
                                         target.direction, kMostRms, worst_rms));
   }
   const double scaling = least_scaling(rows);
-  if (scaling != std::numeric_limits<double>::infinity())
+  if (scaling == std::numeric_limits<double>::infinity()) return text;
+  if (other_load > kMostOtherLoad) {
+    text += format("- not judged: two threads at least %.1f times one: %.2f, while others ran %.1f threads\n",
+                   kLeastScaling, scaling, other_load);
+  } else {
     add(scaling >= kLeastScaling, format("two threads at least %.1f times one: %.2f", kLeastScaling, scaling));
+  }
   return text;
 }
 

@@ -23,7 +23,8 @@ struct Row {
 std::string markdown(const std::vector<Row>& rows);
 std::string json(const std::vector<Row>& rows, const std::string& processor);
 
-// What holds on this machine, one line per target; `all_hold` says whether all do.
-std::string verdict(const std::vector<Row>& rows, bool* all_hold);
+// What holds on this machine, one line per target; `all_hold` says whether all that were judged do.
+// other_load: threads of others that were running; the scaling to two threads is judged where there were none.
+std::string verdict(const std::vector<Row>& rows, double other_load, bool* all_hold);
 
 }  // namespace ulysses::bench

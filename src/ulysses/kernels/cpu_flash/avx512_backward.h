@@ -15,7 +15,8 @@ namespace ulysses::kernels::flash {
 namespace {
 
 constexpr int64_t kOwnedKeys = 512;   // keys whose dK and dV are summed in scratch
-constexpr int64_t kMostKeyParts = 4;  // parts of dq_sums: memory against tasks
+constexpr int64_t kMostKeyParts = 4;  // parts of dq_sums, by key: memory against tasks of a KV head
+constexpr int64_t kPartKeys = 128;    // a part holds a multiple of these
 constexpr int64_t kGradKeys = 128;    // keys whose weights are held
 
 // What the products read: widened, float16 is float32.
@@ -26,9 +27,8 @@ struct KeyParts {
   int64_t count, keys;  // keys of one part
 };
 ULYSSES_INLINE KeyParts key_parts(const Shape& shape) {
-  const int64_t ranges = divide_up(shape.kv_len, kOwnedKeys);
-  const int64_t each = divide_up(ranges, lesser(kMostKeyParts, ranges));
-  return {divide_up(ranges, each), each * kOwnedKeys};
+  const int64_t keys = divide_up(divide_up(shape.kv_len, kMostKeyParts), kPartKeys) * kPartKeys;
+  return {divide_up(shape.kv_len, keys), keys};
 }
 
 // dQᵀ of one part and one head; a tile starts at [begin · head_dim].
@@ -218,10 +218,9 @@ void store_key_grads(const float* sums, float factor, const Shape& shape, const 
 // All that a range of owned keys gets from the queries of its group.
 template <Type T>
 void differentiate_keys(const BackwardCall& call, const GradScratch<T>& scratch, int64_t batch, int64_t kv_head,
-                        int64_t begin, int64_t part) {
+                        int64_t begin, int64_t end, int64_t part) {
   const Shape& shape = call.shape;
   const int64_t group = shape.heads / shape.kv_heads, tiles = num_query_tiles(shape.q_len);
-  const int64_t end = lesser(begin + kOwnedKeys, shape.kv_len);
   memset(scratch.dk, 0, sizeof(float) * static_cast<size_t>(2 * kOwnedKeys * shape.head_dim));
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t i = 0; i < tiles; ++i) {
@@ -291,7 +290,8 @@ void attend_backward(const BackwardCall& call, uint32_t* scratch, int64_t begin,
     const int64_t kv_head = task / parts.count, part = balanced(task % parts.count, parts.count);
     const int64_t last = lesser((part + 1) * parts.keys, shape.kv_len);
     for (int64_t key = part * parts.keys; key < last; key += kOwnedKeys)
-      differentiate_keys<T>(call, buffers, kv_head / shape.kv_heads, kv_head % shape.kv_heads, key, part);
+      differentiate_keys<T>(call, buffers, kv_head / shape.kv_heads, kv_head % shape.kv_heads, key,
+                            lesser(key + kOwnedKeys, last), part);
   }
 }
 
