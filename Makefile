@@ -20,7 +20,7 @@ CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/part
 PYTHON_DIRS = python tests examples scripts bench
 
 .PHONY: setup build demo demo-cpp doctor-cpp test test-fast lint format docs report-check peers-report clean core dev
-.PHONY: asan tsan bench-instructions test-diffusers test-transformers compare-diffusers compatibility
+.PHONY: asan tsan bench-instructions bench-kernel test-diffusers test-transformers compare-diffusers compatibility
 
 setup:
 	@scripts/setup.sh
@@ -123,6 +123,12 @@ bench-instructions: setup
 	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target plain_call
 	@$(BIN)/python bench/instructions/count.py build/dev/bench/instructions/plain_call
+
+# Not part of `make test`: it takes minutes and compares times. Exit 1 where a target does not hold on this machine.
+bench-kernel: setup
+	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null
+	@$(CMAKE) --build --preset dev -j $(JOBS) --target kernel_bench
+	@build/dev/bench/kernel/kernel_bench --json build/bench-kernel.json
 
 clean:
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,8 @@ if BUILT.is_dir():
     sys.path.insert(0, str(BUILT))
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(BUILT), os.environ.get("PYTHONPATH", "")) if p)
 
-from ulysses_attention.launch import ProcessRanks  # noqa: E402  (needs the path above)
+from ulysses_attention import _C  # noqa: E402  (needs the path above)
+from ulysses_attention.launch import ProcessRanks  # noqa: E402
 
 # tests/cuda is the proof that the README waits for: collected only where there is a GPU; elsewhere the summary says so.
 collect_ignore_glob = [] if torch.cuda.is_available() else ["cuda/*"]
@@ -87,6 +88,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    kernels = ", ".join(f"{name} {_C.auto_kernel(name)}" for name in ("float32", "bfloat16", "float16"))
+    terminalreporter.write_line(f"local kernels of calls that name none: {kernels}")
     if not torch.cuda.is_available():
         terminalreporter.write_line("tests/cuda: not run, there is no GPU; CUDA stays unproved")
     launches = ProcessRanks.launches

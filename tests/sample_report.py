@@ -111,6 +111,7 @@ def sample() -> Report:
         "schema_version": 2,
         "library_version": "0.1.0",
         "torch_version": "2.13.0+cpu",
+        "kernels": "float32 cpu_flash, bfloat16 cpu_fused",
         "target": "my_module:attention",
         "transport": "threads",
         "worlds": [2, 4],

@@ -79,8 +79,8 @@ def ulysses_attention(
     qkv_format: "bshd", "bhsd" or "sbhd", of q, k, v, joint tokens and out; as views. lse is always [B, H, S_local].
     Gradients of what every rank holds alike (joint tokens, replicated k and v, sinks, masks) are partial: their sum
             over the ranks is the gradient (`sum_grad`). A mask with a local axis gets none: refused.
-    kernel: "auto", a registered name, or a function (q, k, v, call) -> out or (out, lse), which must honour
-            every field of call.
+    kernel: "auto" (or what the environment variable ULYSSES_KERNEL names), a registered name, or a function
+            (q, k, v, call) -> out or (out, lse), which must honour every field of call.
     Errors: ValueError, NotImplementedError or RuntimeError whose text ends in an id; docs/errors.md lists them. Options
             that a path cannot honour are refused before any data moves, on every rank.
     Source: DeepSpeed-Ulysses (arXiv 2309.14509); deviation: one message for q, k and v, uneven heads and tokens.

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "ulysses/kernels/builtin_kernels.h"
+#include "ulysses/kernels/cpu_flash/features.h"
 #include "ulysses/kernels/kernel.h"
 
 namespace ulysses::kernels {
@@ -23,16 +24,49 @@ bool contains(const std::string& text, std::string_view part) { return text.find
 TEST(KernelSelect, RegistryListsEveryKernelInAutoOrder) {
   std::vector<std::string_view> names;
   for (const Kernel* kernel : all_kernels()) names.push_back(kernel->name());
-  EXPECT_EQ(names, (std::vector<std::string_view>{"cuda_flash", "cuda_efficient", "cuda_cudnn", "cpu_fused", "math"}));
+  EXPECT_EQ(names, (std::vector<std::string_view>{"cuda_flash", "cuda_efficient", "cuda_cudnn", "cpu_flash",
+                                                  "cpu_fused", "math"}));
   for (const Kernel* kernel : all_kernels()) EXPECT_EQ(find_kernel(kernel->name()), kernel);
   EXPECT_EQ(find_kernel("auto"), nullptr);
   EXPECT_EQ(find_kernel("flash"), nullptr);
 }
 
-TEST(KernelSelect, AutoTakesTheFusedOpOnCpu) {
-  for (const char* dtype : {"float32", "float64", "bfloat16", "float16"})
-    EXPECT_EQ(auto_choice(need("cpu", dtype)), "cpu_fused");
-  EXPECT_EQ(auto_choice(need("cpu", "float32", 64, 64, 8)), "cpu_fused");
+TEST(KernelSelect, AutoOnCpuIsOurKernelWhereItIsTheFasterElseTheFusedOp) {
+  for (const char* dtype : {"float32", "bfloat16", "float16"}) {
+    const std::string_view fastest = flash::is_first_choice(flash::features(), dtype) ? "cpu_flash" : "cpu_fused";
+    EXPECT_EQ(auto_choice(need("cpu", dtype)), fastest);
+    EXPECT_EQ(auto_choice(need("cpu", dtype, 64, 64, 8)), fastest);
+    EXPECT_EQ(auto_choice(need("cpu", dtype, 40, 40)), "cpu_fused");
+    KernelNeed masked = need("cpu", dtype);
+    masked.has_mask = true;
+    EXPECT_EQ(auto_choice(masked), "cpu_fused");
+  }
+  EXPECT_EQ(auto_choice(need("cpu", "float64")), "cpu_fused");
+}
+
+// A kernel that can, and that "auto" leaves to the next.
+class Unmeasured final : public Kernel {
+ public:
+  std::string_view name() const override { return "unmeasured"; }
+  std::optional<std::string> refusal(const KernelNeed&) const override { return std::nullopt; }
+  std::optional<std::string> auto_refusal(const KernelNeed&) const override { return "is not measured"; }
+  KernelOutput forward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const KernelOptions&) const override {
+    return {};
+  }
+  KernelGrads backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                       const at::Tensor&, const at::Tensor&, const KernelOptions&) const override {
+    return {};
+  }
+};
+
+TEST(KernelSelect, AKernelThatAutoLeavesIsTakenByItsName) {
+  const Unmeasured unmeasured;
+  const std::vector<const Kernel*> kernels = {&unmeasured, &math_kernel()};
+  std::string why;
+  EXPECT_EQ(select_kernel("auto", need("cpu", "float32"), kernels, &why), &math_kernel());
+  EXPECT_EQ(select_kernel("unmeasured", need("cpu", "float32"), kernels, &why), &unmeasured);
+  EXPECT_EQ(select_kernel("auto", need("cpu", "float32"), std::span(kernels).first(1), &why), nullptr);
+  EXPECT_EQ(why, "unmeasured is not measured");
 }
 
 TEST(KernelSelect, AutoFallsBackToMathForValueHeadDim) {
@@ -73,7 +107,9 @@ TEST(KernelSelect, NamedKernelThatRefusesSaysWhy) {
 TEST(KernelSelect, UnknownNameListsTheKnown) {
   std::string why;
   EXPECT_EQ(select_kernel("flash4", need("cpu", "float32"), all_kernels(), &why), nullptr);
-  EXPECT_EQ(why, "no kernel is named flash4; known: auto, cuda_flash, cuda_efficient, cuda_cudnn, cpu_fused, math");
+  EXPECT_EQ(why,
+            "no kernel is named flash4; known: auto, cuda_flash, cuda_efficient, cuda_cudnn, cpu_flash, "
+            "cpu_fused, math");
 }
 
 TEST(KernelSelect, AutoGivesEveryKernelsReasonWhenNoneServes) {

@@ -1,4 +1,7 @@
-"""Bit for bit what one process computes with the same fused kernel, because heads are independent."""
+"""Bit for bit what one process computes with torch's fused kernel, because heads are independent.
+
+The same of our own kernel: test_cpu_flash.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ulysses_attention.launch import ProcessRanks
 
 MHA, GQA = [(8, 8), (3, 3)], [(12, 3), (8, 1), (30, 6)]
 CELLS = [
-    Cell(seq_len, heads, "ulysses", is_causal, 2, layout, dtype, head_dim=16)
+    Cell(seq_len, heads, "ulysses", is_causal, 2, layout, dtype, head_dim=16, kernel="cpu_fused")
     for seq_len, (heads, dtype, layout), is_causal in itertools.product(
         (1, 7, 33, 300),
         [

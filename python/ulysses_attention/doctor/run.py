@@ -82,6 +82,11 @@ def _summary(cases: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {verdict: sum(case["verdict"] == verdict for case in cases) for verdict in VERDICTS}
 
 
+def _kernels() -> str:
+    """What "auto" means here, for a call that every kernel can serve."""
+    return ", ".join(f"{dtype} {_C.auto_kernel(dtype)}" for dtype in ("float32", "bfloat16", "float16", "float64"))
+
+
 def select(target: str | Callable[..., Any], *, worlds: Sequence[int], cases: str, quick: bool) -> Any:
     """Which cases to make for a target. Errors: TargetError."""
     selection = _C.CaseSelection()
@@ -126,6 +131,7 @@ def examine(
         "schema_version": SCHEMA_VERSION,
         "library_version": __version__,
         "torch_version": torch.__version__,
+        "kernels": _kernels(),
         "target": name_of(target),
         "transport": transport,
         "worlds": list(selection.worlds),

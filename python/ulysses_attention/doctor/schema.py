@@ -105,6 +105,7 @@ class Report(TypedDict):
     schema_version: Annotated[int, "of this format"]
     library_version: Annotated[str, "of ulysses_attention"]
     torch_version: Annotated[str, "of torch"]
+    kernels: Annotated[str, "which local kernel our own backend runs on this machine, by dtype; head_dim=64, no mask"]
     target: Annotated[str, "what was examined, as given on the command line"]
     transport: Annotated[Literal["threads", "gloo", "shm", "torchrun"], "what the ranks were"]
     worlds: Annotated[list[int], "numbers of ranks that were tried"]

@@ -205,7 +205,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(Text(f"ulysses doctor {plain(report['target'])}", style="bold"), soft_wrap=True)
     ran = "a part of the cases" if report["quick"] else "all cases"
     facts = (
-        f"{ran}, {report['transport']}, ulysses_attention {report['library_version']}, torch {report['torch_version']}"
+        f"{ran}, {report['transport']}, ulysses_attention {report['library_version']}, "
+        f"torch {report['torch_version']}, kernels {report['kernels']}"
     )
     console.print(Text(plain(facts), style="dim"))
     for columns in _column_groups(matrix, console.width):

@@ -9,6 +9,7 @@
 #include "ulysses/base/text.h"
 #include "ulysses/bindings/module.h"
 #include "ulysses/bindings/ops_call.h"
+#include "ulysses/kernels/environment.h"
 #include "ulysses/kernels/kernel.h"
 #include "ulysses/processors/attention_processor.h"
 #include "ulysses/processors/registry.h"
@@ -177,6 +178,20 @@ void bind_processors(py::module_& module) {
   module.def("unregister_backend", &processors::unregister_backend);
   module.def("backend_names", &processors::backend_names);
   module.def("find_backend", &processors::find_backend);
+  // Which kernel a plain call of an equal number of heads on CPU gets.
+  module.def(
+      "auto_kernel",
+      [](const std::string& dtype, int64_t head_dim) {
+        kernels::KernelNeed need;
+        need.dtype = dtype;
+        need.head_dim = need.v_head_dim = head_dim;
+        std::string why;
+        const auto* kernel =
+            kernels::select_kernel(kernels::requested_kernel("auto"), need, kernels::all_kernels(), &why);
+        if (kernel == nullptr) throw py::value_error(why);
+        return std::string(kernel->name());
+      },
+      py::arg("dtype"), py::arg("head_dim") = 64);
   module.def("kernel_names", [] {
     std::vector<std::string> names;
     for (const kernels::Kernel* kernel : kernels::all_kernels()) names.emplace_back(kernel->name());

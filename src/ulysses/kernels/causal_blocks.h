@@ -10,7 +10,7 @@ namespace ulysses::kernels {
 struct Block {
   partition::Range q;
   partition::Range kv;
-  bool is_causal = false;  // only on squares that lie on the diagonal: q == kv
+  bool is_causal = false;  // of causal_blocks(): only on squares that lie on the diagonal, q == kv
   bool operator==(const Block&) const = default;
 };
 

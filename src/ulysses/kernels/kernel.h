@@ -23,13 +23,14 @@ struct KernelNeed {
 };
 
 struct KernelOptions {
-  bool is_causal = false;  // row i sees keys ≤ i (top-left); only ever called with Sq = Skv
+  bool is_causal = false;  // row i sees keys ≤ i + causal_offset
   double softmax_scale = 1.0;
   // [B|1, h|1, Sq|1, Skv], any strides: bool, true where the key may be seen, or floating-point, added to the scaled
   // scores. Undefined: every key may be seen. With is_causal a key must pass both.
   at::Tensor attn_mask;
   double softcap = 0.0;  // > 0: softcap · tanh(scores / softcap) in place of the scaled scores, before the mask
   bool mask_needs_grad = false;  // backward returns dmask; for a floating-point mask
+  int64_t causal_offset = 0;     // 0, and Sq = Skv where is_causal, unless the kernel takes_causal_offset()
 };
 
 struct KernelOutput {
@@ -52,11 +53,18 @@ class Kernel {
   virtual std::string_view name() const = 0;
   // Why this kernel cannot serve the need, with what it accepts; nullopt if it can.
   virtual std::optional<std::string> refusal(const KernelNeed& need) const = 0;
+  // Why "auto" leaves a call that this kernel can serve to the next.
+  virtual std::optional<std::string> auto_refusal(const KernelNeed&) const { return std::nullopt; }
+  // Whether a causal call may have queries and keys at any two positions, so that it need not be cut into blocks.
+  virtual bool takes_causal_offset() const { return false; }
+  // Whether backward takes a gradient of lse.
+  virtual bool takes_grad_lse() const { return false; }
   virtual KernelOutput forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const KernelOptions& options) const = 0;
   // With the *global* out and lse the result over one block of keys is that block's additive part.
-  // grad_lse [B, h, Sq] (undefined: none) and mask_needs_grad reach the math kernel only: no fused op offers them, and
-  // local_attention_backward() sends such calls there. dmask comes back in the accumulate_dtype of q.
+  // grad_lse [B, h, Sq] is undefined (none) unless the kernel takes_grad_lse(), and mask_needs_grad reaches the math
+  // kernel only: no fused op of torch offers them, and local_attention_backward() sends such calls there. dmask comes
+  // back in the accumulate_dtype of q.
   virtual KernelGrads backward(const at::Tensor& grad_out, const at::Tensor& grad_lse, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
                                const KernelOptions& options) const = 0;

@@ -21,10 +21,11 @@ struct Plan {
   bool is_one_call() const { return blocks.size() == 1 && blocks[0].q == q; }
 };
 
-Plan plan_of(const at::Tensor& q, const at::Tensor& k, const LocalAttentionOptions& options) {
+Plan plan_of(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const LocalAttentionOptions& options) {
   const Range q_range{options.q_begin, options.q_begin + q.size(1)};
   const Range kv_range{options.kv_begin, options.kv_begin + k.size(1)};
   if (has_no_work(q, k)) return {q_range, kv_range, {}};
+  if (kernel.takes_causal_offset()) return {q_range, kv_range, {{q_range, kv_range, options.is_causal}}};
   return {q_range, kv_range, causal_blocks(q_range, kv_range, options.is_causal)};
 }
 
@@ -41,8 +42,8 @@ at::Tensor mask_rows(const at::Tensor& mask, const Plan& plan, const Block& bloc
 }
 
 KernelOptions block_options(const Plan& plan, const Block& block, const LocalAttentionOptions& options) {
-  return {block.is_causal, options.softmax_scale, mask_rows(options.attn_mask, plan, block), options.softcap,
-          options.mask_needs_grad};
+  return {block.is_causal, options.softmax_scale,   mask_rows(options.attn_mask, plan, block),
+          options.softcap, options.mask_needs_grad, block.is_causal ? block.q.begin - block.kv.begin : 0};
 }
 
 KernelOutput run_block(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -80,7 +81,7 @@ PositiveScale with_positive_scale(const at::Tensor& q, LocalAttentionOptions opt
 
 KernelOutput run_forward(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const LocalAttentionOptions& options) {
-  const Plan plan = plan_of(q, k, options);
+  const Plan plan = plan_of(kernel, q, k, options);
   if (plan.is_one_call()) {
     KernelOutput result = run_block(kernel, q, k, v, plan, plan.blocks[0], options);
     return {result.out, result.lse.contiguous()};
@@ -109,7 +110,7 @@ at::Tensor mask_sum(const at::Tensor& q, const LocalAttentionOptions& options) {
 KernelGrads run_backward(const Kernel& kernel, const at::Tensor& grad_out, const at::Tensor& grad_lse,
                          const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                          const at::Tensor& lse, const LocalAttentionOptions& options) {
-  const Plan plan = plan_of(q, k, options);
+  const Plan plan = plan_of(kernel, q, k, options);
   if (plan.blocks.empty()) {
     KernelGrads grads = zero_grads(q, k, v);
     grads.dmask = mask_sum(q, options);
@@ -153,7 +154,8 @@ KernelGrads local_attention_backward(const Kernel& kernel, const at::Tensor& gra
                                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const at::Tensor& out, const at::Tensor& lse,
                                      const LocalAttentionOptions& options) {
-  const Kernel& serving = grad_lse.defined() || options.mask_needs_grad ? math_kernel() : kernel;
+  const bool asks_more = (grad_lse.defined() && !kernel.takes_grad_lse()) || options.mask_needs_grad;
+  const Kernel& serving = asks_more ? math_kernel() : kernel;
   const PositiveScale positive = with_positive_scale(q, options);
   KernelGrads grads = run_backward(serving, grad_out, grad_lse, positive.q, k, v, out, lse, positive.options);
   if (positive.factor != 1.0) grads.dq = grads.dq.mul(positive.factor);

@@ -16,17 +16,17 @@ struct LocalAttentionOptions {
   bool mask_needs_grad = false;  // backward returns dmask
 };
 
-// Runs a kernel over the full and diagonal blocks that (is_causal, positions) leave, merging by lse in float32; empty
-// inputs never reach the kernel. Rows that see no key: out 0, lse −inf (the sink where there is one), zero gradients.
-// Sinks count once per call: over several sets of keys, only one of the calls may have them.
-// Shapes:  as Kernel, plus any of B, Sq, Skv, h may be 0.
+// Runs a kernel over the full and diagonal blocks that (is_causal, positions) leave, merging by lse in float32, or once
+// if it takes any offset of a causal mask; empty inputs never reach it. Rows that see no key: out 0, lse −inf (the sink
+// where there is one), zero gradients. Sinks count once per call: over several sets of keys, only one of the calls may
+// have them. Shapes:  as Kernel, plus any of B, Sq, Skv, h may be 0.
 KernelOutput local_attention(const Kernel& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const LocalAttentionOptions& options);
 
 // The gradients from the out and lse that local_attention returned. grad_lse [B, h, Sq] is undefined where nobody asked
 // for lse; it is ignored on rows whose lse is −inf. dmask has the mask's shape and dtype, dsinks those of sinks.
-// With grad_lse or mask_needs_grad the math kernel runs in place of `kernel`, because no fused op has a way in for
-// either: the whole score matrix is held.
+// With mask_needs_grad, or grad_lse that it does not take, the math kernel runs in place of `kernel`, because no fused
+// op has a way in for either: the whole score matrix is held.
 KernelGrads local_attention_backward(const Kernel& kernel, const at::Tensor& grad_out, const at::Tensor& grad_lse,
                                      const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const at::Tensor& out, const at::Tensor& lse,

@@ -8,11 +8,13 @@ namespace ulysses::kernels {
 
 // On CUDA: flash first (GQA natively, 16-bit, the narrowest set of conditions that we can check), then efficient
 // (float32, and head dims that flash refuses), then cuDNN, whose limits vary with the installed version in ways that
-// no refusal here can see, so that "auto" reaches it last and a caller who wants it names it. On CPU: the fused op.
+// no refusal here can see, so that "auto" reaches it last and a caller who wants it names it. On CPU: our own kernel
+// where it is measured to be the faster, then torch's fused op.
 // math last everywhere: it refuses nothing and holds the whole score matrix.
 std::span<const Kernel* const> all_kernels() {
-  static const std::array<const Kernel*, 5> kernels = {&cuda_flash_kernel(), &cuda_efficient_kernel(),
-                                                       &cuda_cudnn_kernel(), &fused_cpu_kernel(), &math_kernel()};
+  static const std::array<const Kernel*, 6> kernels = {&cuda_flash_kernel(), &cuda_efficient_kernel(),
+                                                       &cuda_cudnn_kernel(), &cpu_flash_kernel(),
+                                                       &fused_cpu_kernel(),  &math_kernel()};
   return kernels;
 }
 
@@ -30,7 +32,8 @@ const Kernel* select_kernel(std::string_view name, const KernelNeed& need, std::
   for (const Kernel* kernel : kernels) {
     names.push_back(kernel->name());
     if (name != "auto" && name != kernel->name()) continue;
-    const std::optional<std::string> refusal = kernel->refusal(need);
+    std::optional<std::string> refusal = kernel->refusal(need);
+    if (!refusal && name == "auto") refusal = kernel->auto_refusal(need);
     if (!refusal) return kernel;
     reasons.push_back(base::cat(kernel->name(), " ", *refusal));
   }

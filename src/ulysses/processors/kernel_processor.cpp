@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "ulysses/base/text.h"
+#include "ulysses/kernels/environment.h"
 #include "ulysses/kernels/local_attention.h"
 #include "ulysses/processors/differentiable.h"
 #include "ulysses/processors/tensor_spec.h"
@@ -35,8 +36,8 @@ KernelNeed need_of(const Qkv& qkv, const AttendCall& call, bool backward) {
 // refusals() has already proved that there is one.
 const Kernel& kernel_for(const Qkv& qkv, const AttendCall& call, bool backward) {
   std::string why;
-  const Kernel* kernel =
-      kernels::select_kernel(call.kernel, need_of(qkv, call, backward), kernels::all_kernels(), &why);
+  const Kernel* kernel = kernels::select_kernel(kernels::requested_kernel(call.kernel), need_of(qkv, call, backward),
+                                                kernels::all_kernels(), &why);
   if (kernel == nullptr)
     throw base::Error({{"CP032", base::ErrorKind::kUnsupported, why, "", "kernel=\"math\""}}, "attend");
   return *kernel;
@@ -112,6 +113,7 @@ std::vector<base::Problem> KernelProcessor::refusals(const AttentionSpec& spec, 
              base::cat("backend_name=", spec.policy.backend_name, " is not the built-in backend that this op runs"), "",
              "ulysses_attention(), which asks the registry, or backend_name=\"ulysses\""}};
   if (kernels::find_kernel(spec.kernel) == nullptr && spec.kernel != "auto") return {};  // CP031 has said so
+  if (auto problems = kernels::environment_problems(); !problems.empty()) return problems;
   KernelNeed need;
   need.device = spec.q.device.substr(0, spec.q.device.find(':'));
   need.dtype = spec.q.dtype;
@@ -124,10 +126,12 @@ std::vector<base::Problem> KernelProcessor::refusals(const AttentionSpec& spec, 
   need.backward = backward;
   std::string why;
   if (kernels::select_kernel(spec.kernel, need, kernels::all_kernels(), &why) != nullptr) return {};
-  return {{"CP032", base::ErrorKind::kUnsupported,
-           base::cat("kernel=", spec.kernel, " cannot serve dtype=", need.dtype, ", device=", need.device,
-                     ", head_dim=", need.head_dim, ", v_head_dim=", need.v_head_dim, ": ", why),
-           "", "kernel=\"math\", which takes any float dtype and head size"}};
+  const bool from_environment = spec.kernel != "auto" && spec.kernel == kernels::requested_kernel("auto");
+  return {
+      {"CP032", base::ErrorKind::kUnsupported,
+       base::cat(from_environment ? "ULYSSES_KERNEL=" : "kernel=", spec.kernel, " cannot serve dtype=", need.dtype,
+                 ", device=", need.device, ", head_dim=", need.head_dim, ", v_head_dim=", need.v_head_dim, ": ", why),
+       "", "kernel=\"math\", which takes any float dtype and head size"}};
 }
 
 kernels::KernelOutput KernelProcessor::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

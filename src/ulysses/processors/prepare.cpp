@@ -7,8 +7,10 @@
 #include "ulysses/base/error.h"
 #include "ulysses/contract/fingerprint.h"
 #include "ulysses/exchange/agreement.h"
+#include "ulysses/kernels/environment.h"
 #include "ulysses/kernels/kernel.h"
 #include "ulysses/processors/executed.h"
+#include "ulysses/processors/kernel_processor.h"
 #include "ulysses/processors/registry.h"
 #include "ulysses/processors/tensor_spec.h"
 
@@ -68,6 +70,8 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
   for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());
+  if (&backend == &kernel_processor() && kernels::find_kernel(kernels::requested_kernel(spec.kernel)) != nullptr)
+    spec.kernel = kernels::requested_kernel(spec.kernel);  // compared across the ranks like a name that was passed
   spec.known_backends = backend_names();
   spec.backend_supports = backend.supports();
   return spec;

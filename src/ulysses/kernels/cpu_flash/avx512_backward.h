@@ -1,0 +1,330 @@
+#pragma once
+
+#include "ulysses/kernels/cpu_flash/avx512_pack.h"
+
+// The backward of our CPU attention kernel: five products a tile, on the same transposed scores as the forward.
+//
+//   Sᵀ = K rows · Q lanes,  Pᵀ = 2^((Sᵀ · scale − lse) · log2 e)
+//   dPᵀ = V rows · dO lanes,  dSᵀ = Pᵀ ∘ (dPᵀ − row_dot)
+//   dQᵀ [d][queries] += Kᵀ columns · dSᵀ     dV [keys][d] += Pᵀ rows · dO pairs     dK [keys][d] += dSᵀ rows · Q pairs
+//
+// A task owns a range of keys: it sums dK and dV over all queries and all heads of the group, and writes dQ's part of
+// these keys. finish_dq() adds the parts in the order of the keys. No sum depends on threads.
+// Source: FlashAttention-2 (arXiv 2307.08691) §3.1.2; deviation: dQ from parts and not by atomic additions.
+namespace ulysses::kernels::flash {
+namespace {
+
+constexpr int64_t kOwnedKeys = 512;   // keys whose dK and dV are summed in scratch
+constexpr int64_t kMostKeyParts = 4;  // parts of dq_sums, by key: memory against tasks of a KV head
+constexpr int64_t kPartKeys = 128;    // a part holds a multiple of these
+constexpr int64_t kGradKeys = 128;    // keys whose weights are held
+
+// What the products read: widened, float16 is float32.
+template <Type T>
+constexpr Type kHeld = T == Type::kBfloat16 ? Type::kBfloat16 : Type::kFloat32;
+
+struct KeyParts {
+  int64_t count, keys;  // keys of one part
+};
+ULYSSES_INLINE KeyParts key_parts(const Shape& shape) {
+  const int64_t keys = divide_up(divide_up(shape.kv_len, kMostKeyParts), kPartKeys) * kPartKeys;
+  return {divide_up(shape.kv_len, keys), keys};
+}
+
+// dQᵀ of one part and one head; a tile starts at [begin · head_dim].
+ULYSSES_INLINE float* dq_part(const BackwardCall& call, int64_t part, int64_t batch, int64_t head) {
+  const Shape& shape = call.shape;
+  const int64_t heads = shape.batch * shape.heads, size = to_lanes(shape.q_len) * shape.head_dim;
+  return call.dq_sums + (part * heads + batch * shape.heads + head) * size;
+}
+
+// Buffers of one thread, for tiles of up to 48 queries.
+template <Type T>
+struct GradScratch {
+  Word *q_lanes, *grad_lanes, *q_pairs, *grad_pairs;  // [word][lane], [word][lane], [query word][d], [query word][d]
+  Word *weight_rows, *score_rows, *scores;            // [key][query word], [key][query word], [key word][lane]
+  float *dk, *dv;                                     // [key][d] of the owned keys
+
+  static int64_t words(const Shape& shape) {
+    constexpr int64_t kMost = 3 * kLanes;
+    const int64_t tile = kMost / kPerWord<T> * shape.head_dim, block = kGradKeys * kMost / kPerWord<T>;
+    return 4 * tile + 3 * block + 2 * kOwnedKeys * shape.head_dim;
+  }
+  ULYSSES_INLINE GradScratch(const Shape& shape, Word* at) {
+    constexpr int64_t kMost = 3 * kLanes;
+    const int64_t tile = kMost / kPerWord<T> * shape.head_dim, block = kGradKeys * kMost / kPerWord<T>;
+    q_lanes = at, grad_lanes = q_lanes + tile, q_pairs = grad_lanes + tile, grad_pairs = q_pairs + tile;
+    weight_rows = grad_pairs + tile, score_rows = weight_rows + block, scores = score_rows + block;
+    dk = reinterpret_cast<float*>(scores + block);
+    dv = dk + kOwnedKeys * shape.head_dim;
+  }
+};
+
+template <Type T, int N>
+struct BackwardTile {
+  static constexpr int64_t kWidth = N * kLanes;
+  static constexpr int kPair = kPerWord<T>;
+  static constexpr int64_t kRowWords = kWidth / kPair;  // of weight_rows and score_rows
+
+  const Shape& shape;
+  const GradScratch<T>& scratch;
+  const Word *k_rows, *v_rows, *k_columns;  // packed, of the KV head
+  float* dq;                                // [d][lane]
+  int64_t begin, end;                       // queries
+  SeenKeys seen;
+  Floats lse[N], dot[N];
+
+  // Queries [begin, end) by word (Q or dO) → pairs of queries by column.
+  ULYSSES_INLINE void pack_pairs(Word* out, const Rows& x, int64_t batch, int64_t head) {
+    for (int64_t w = 0; w < kRowWords; ++w) {
+      for (int64_t d = 0; d < shape.head_dim; d += kLanes)
+        _mm512_storeu_si512(out + w * shape.head_dim + d, row_pair<T>(x, batch, head, begin + w * kPair, end, d));
+    }
+  }
+
+  ULYSSES_INLINE void load(const BackwardCall& call, int64_t batch, int64_t head) {
+    pack_query_lanes<T, N>(scratch.q_lanes, shape, call.q, batch, head, begin, end);
+    pack_query_lanes<T, N>(scratch.grad_lanes, shape, call.grad_out, batch, head, begin, end);
+    pack_pairs(scratch.q_pairs, call.q, batch, head);
+    pack_pairs(scratch.grad_pairs, call.grad_out, batch, head);
+    const int64_t row = (batch * shape.heads + head) * shape.q_len + begin;
+    for (int j = 0; j < N; ++j) {
+      const __mmask16 mask = first_lanes(end - begin - j * kLanes);
+      lse[j] = _mm512_mask_loadu_ps(_mm512_set1_ps(kInfinity), mask, call.lse + row + j * kLanes);
+      dot[j] = _mm512_maskz_loadu_ps(mask, call.row_dot + row + j * kLanes);
+    }
+  }
+
+  // Weights and score gradients of keys [key, key + 8) into row `at` of the held block.
+  ULYSSES_INLINE void weigh(int64_t key, int64_t at) {
+    const int64_t words = words_of<T>(shape.head_dim);
+    const int64_t tile = key / kLanes * row_tile_words<T>(shape) + key % kLanes * kLanes;
+    Floats scores[kRows][N], weights[kRows][N];
+    clear(scores);
+    multiply_tiles<T, N>(scores, k_rows + tile, 0, scratch.q_lanes, kWidth, words);
+    if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, begin);
+    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+      ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+        const Floats above = _mm512_fmsub_ps(scores[r][j], _mm512_set1_ps(static_cast<float>(shape.scale)), lse[j]);
+        weights[r][j] = exp2_of<T>(_mm512_mul_ps(above, _mm512_set1_ps(kLog2e)));
+        char* row = reinterpret_cast<char*>(scratch.weight_rows + (at + r) * kRowWords);
+        store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, weights[r][j]);
+      }
+    }
+    clear(scores);
+    multiply_tiles<T, N>(scores, v_rows + tile, 0, scratch.grad_lanes, kWidth, words);
+    ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+        scores[r][j] = _mm512_mul_ps(weights[r][j], _mm512_sub_ps(scores[r][j], dot[j]));
+        char* row = reinterpret_cast<char*>(scratch.score_rows + (at + r) * kRowWords);
+        store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, scores[r][j]);
+      }
+      ULYSSES_UNROLL for (int r = 0; r < kRows; r += kPair) {
+        Word* to = scratch.scores + (at + r) / kPair * kWidth + j * kLanes;
+        _mm512_store_si512(to, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
+      }
+    }
+  }
+
+  // dQᵀ += Kᵀ dSᵀ over `keys` held keys from `block` on; `first`: there is nothing to add to.
+  ULYSSES_INLINE void add_to_dq(int64_t block, int64_t keys, bool first) {
+    const int64_t row = key_words<T>(shape), word = block / kPair;
+    for (int64_t d = 0; d < shape.head_dim; d += kRows) {
+      Floats sum[kRows][N];
+      clear(sum);
+      const Word* columns = k_columns + d / kLanes * kLanes * row + word * kLanes + d % kLanes * kLanes;
+      multiply_tiles<T, N>(sum, columns, 0, scratch.scores, kWidth, keys / kPair);
+      float* to = dq + d * kWidth;
+      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+        ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+          float* at = to + r * kWidth + j * kLanes;
+          _mm512_store_ps(at, first ? sum[r][j] : _mm512_add_ps(sum[r][j], _mm512_load_ps(at)));
+        }
+      }
+    }
+  }
+
+  // sums[key][d] += rows[key][query word] · pairs[query word][d], for 16 · M columns from d on.
+  template <int M>
+  ULYSSES_INLINE void add_columns(float* sums, const Word* rows, const Word* pairs, int64_t d) {
+    Floats sum[kRows][M];
+    clear(sum);
+    multiply_rows<T, M>(sum, rows, kRowWords, pairs + d, shape.head_dim, kRowWords);
+    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+      ULYSSES_UNROLL for (int j = 0; j < M; ++j) {
+        float* at = sums + r * shape.head_dim + d + j * kLanes;
+        _mm512_storeu_ps(at, _mm512_add_ps(sum[r][j], _mm512_loadu_ps(at)));
+      }
+    }
+  }
+
+  ULYSSES_INLINE void add_to_keys(float* sums, const Word* rows, const Word* pairs, int64_t keys) {
+    for (int64_t d = 0; d < shape.head_dim; d += 2 * kLanes) {
+      for (int64_t key = 0; key < keys; key += kRows) {
+        float* to = sums + key * shape.head_dim;
+        if (d + kLanes < shape.head_dim) {
+          add_columns<2>(to, rows + key * kRowWords, pairs, d);
+        } else {
+          add_columns<1>(to, rows + key * kRowWords, pairs, d);
+        }
+      }
+    }
+  }
+
+  // Keys [from, to) that this task owns; the part of dQ begins where `is_first`.
+  void run(int64_t from, int64_t to, bool is_first) {
+    const int64_t last = lesser(to, seen.end);
+    for (int64_t block = from; block < last; block += kGradKeys) {
+      const int64_t keys = divide_up(lesser(block + kGradKeys, last) - block, kRows) * kRows;
+      for (int64_t key = 0; key < keys; key += kRows) weigh(block + key, key);
+      add_to_dq(block, keys, is_first && block == from);
+      const int64_t own = (block - from) * shape.head_dim;
+      add_to_keys(scratch.dv + own, scratch.weight_rows, scratch.grad_pairs, keys);
+      add_to_keys(scratch.dk + own, scratch.score_rows, scratch.q_pairs, keys);
+    }
+  }
+};
+
+template <Type T, int N>
+void differentiate_tile(const BackwardCall& call, const GradScratch<T>& scratch, int64_t batch, int64_t head,
+                        int64_t q_begin, int64_t key_begin, int64_t key_end, int64_t part) {
+  const Shape& shape = call.shape;
+  const int64_t kv_head = batch * shape.kv_heads + head / (shape.heads / shape.kv_heads);
+  const int64_t end = lesser(q_begin + N * kLanes, shape.q_len);
+  const SeenKeys seen = seen_keys(shape, q_begin, end);
+  if (seen.end <= key_begin) return;
+  BackwardTile<T, N> tile{shape, scratch};
+  tile.k_rows = call.packed_k + kv_head * packed_row_words<T>(shape);
+  tile.v_rows = call.packed_v + kv_head * packed_row_words<T>(shape);
+  tile.k_columns = call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim;
+  tile.dq = dq_part(call, part, batch, head) + q_begin * shape.head_dim;
+  tile.begin = q_begin, tile.end = end, tile.seen = seen;
+  tile.load(call, batch, head);
+  tile.run(key_begin, key_end, key_begin % key_parts(shape).keys == 0);
+}
+
+// sums[key][d] · factor → rows [begin, end) of x.
+template <Type T>
+void store_key_grads(const float* sums, float factor, const Shape& shape, const MutableRows& x, int64_t batch,
+                     int64_t head, int64_t begin, int64_t end) {
+  for (int64_t key = begin; key < end; ++key, sums += shape.head_dim) {
+    for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
+      const Floats scaled = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_loadu_ps(sums + d));
+      store_floats<T>(row_of<T>(x, batch, head, key) + d * kBytes<T>, scaled);
+    }
+  }
+}
+
+// All that a range of owned keys gets from the queries of its group.
+template <Type T>
+void differentiate_keys(const BackwardCall& call, const GradScratch<T>& scratch, int64_t batch, int64_t kv_head,
+                        int64_t begin, int64_t end, int64_t part) {
+  const Shape& shape = call.shape;
+  const int64_t group = shape.heads / shape.kv_heads, tiles = num_query_tiles(shape.q_len);
+  memset(scratch.dk, 0, sizeof(float) * static_cast<size_t>(2 * kOwnedKeys * shape.head_dim));
+  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int64_t i = 0; i < tiles; ++i) {
+      const QueryTile tile = query_tile(shape.q_len, i);
+      if (tile.registers == 3) differentiate_tile<T, 3>(call, scratch, batch, head, tile.begin, begin, end, part);
+      if (tile.registers == 2) differentiate_tile<T, 2>(call, scratch, batch, head, tile.begin, begin, end, part);
+      if (tile.registers == 1) differentiate_tile<T, 1>(call, scratch, batch, head, tile.begin, begin, end, part);
+    }
+  }
+  store_key_grads<T>(scratch.dk, static_cast<float>(shape.scale), shape, call.dk, batch, kv_head, begin, end);
+  store_key_grads<T>(scratch.dv, 1.0F, shape, call.dv, batch, kv_head, begin, end);
+}
+
+template <Type T>
+BackwardSizes backward_sizes(const Shape& shape) {
+  const int64_t kv_heads = shape.batch * shape.kv_heads, heads = shape.batch * shape.heads;
+  const int64_t parts = key_parts(shape).count;
+  return {kv_heads * packed_row_words<T>(shape),
+          kv_heads * packed_row_words<T>(shape),
+          kv_heads * key_words<T>(shape) * shape.head_dim,
+          parts * heads * to_lanes(shape.q_len) * shape.head_dim,
+          GradScratch<T>::words(shape),
+          kv_heads * divide_up(shape.kv_len, kPieceKeys),
+          heads * shape.q_len,
+          kv_heads * parts,
+          heads * num_query_tiles(shape.q_len)};
+}
+
+template <Type T>
+void pack_backward(const BackwardCall& call, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  const int64_t pieces = divide_up(shape.kv_len, kPieceKeys);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t kv_head = task / pieces, first = task % pieces * kPieceKeys;
+    const int64_t last = lesser(first + kPieceKeys, shape.kv_len);
+    const int64_t batch = kv_head / shape.kv_heads, head = kv_head % shape.kv_heads;
+    const int64_t rows = kv_head * packed_row_words<T>(shape);
+    pack_key_rows<T>(call.packed_k + rows, shape, call.k, batch, head, first, last);
+    pack_key_rows<T>(call.packed_v + rows, shape, call.v, batch, head, first, last);
+    pack_key_columns<T>(call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.k, batch,
+                        head, first, last);
+  }
+}
+
+template <Type T>
+void dot_rows(const BackwardCall& call, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t token = row % shape.q_len, head = row / shape.q_len % shape.heads;
+    const int64_t batch = row / shape.q_len / shape.heads;
+    const char* out = row_of<T>(call.out, batch, head, token);
+    const char* grad = row_of<T>(call.grad_out, batch, head, token);
+    Floats sum = _mm512_setzero_ps();
+    for (int64_t d = 0; d < shape.head_dim; d += kLanes)
+      sum = _mm512_fmadd_ps(load_floats<T>(out + d * kBytes<T>), load_floats<T>(grad + d * kBytes<T>), sum);
+    const float of_lse = call.grad_lse == nullptr ? 0.0F : call.grad_lse[row];
+    call.row_dot[row] = _mm512_reduce_add_ps(sum) - of_lse;
+  }
+}
+
+template <Type T>
+void attend_backward(const BackwardCall& call, uint32_t* scratch, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  const KeyParts parts = key_parts(shape);
+  const GradScratch<T> buffers(shape, scratch);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t kv_head = task / parts.count, part = balanced(task % parts.count, parts.count);
+    const int64_t last = lesser((part + 1) * parts.keys, shape.kv_len);
+    for (int64_t key = part * parts.keys; key < last; key += kOwnedKeys)
+      differentiate_keys<T>(call, buffers, kv_head / shape.kv_heads, kv_head % shape.kv_heads, key,
+                            lesser(key + kOwnedKeys, last), part);
+  }
+}
+
+template <Type T, int N>
+void finish_tile(const BackwardCall& call, int64_t batch, int64_t head, int64_t begin) {
+  const Shape& shape = call.shape;
+  const KeyParts parts = key_parts(shape);
+  const int64_t end = lesser(begin + N * kLanes, shape.q_len), size = shape.head_dim * N * kLanes;
+  const int64_t seen = seen_keys(shape, begin, end).end;
+  float* sums = dq_part(call, 0, batch, head) + begin * shape.head_dim;
+  if (seen == 0) memset(sums, 0, sizeof(float) * static_cast<size_t>(size));
+  for (int64_t part = 1; part < parts.count && part * parts.keys < seen; ++part) {
+    const float* more = dq_part(call, part, batch, head) + begin * shape.head_dim;
+    for (int64_t i = 0; i < size; i += kLanes)
+      _mm512_store_ps(sums + i, _mm512_add_ps(_mm512_load_ps(sums + i), _mm512_load_ps(more + i)));
+  }
+  Floats factor[N];
+  for (int j = 0; j < N; ++j) factor[j] = _mm512_set1_ps(static_cast<float>(shape.scale));
+  store_query_lanes<T, N>(sums, shape, call.dq, batch, head, begin, end, factor);
+}
+
+template <Type T>
+void finish_dq(const BackwardCall& call, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  const int64_t tiles = num_query_tiles(shape.q_len);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t head = task / tiles % shape.heads, batch = task / tiles / shape.heads;
+    const QueryTile tile = query_tile(shape.q_len, task % tiles);
+    if (tile.registers == 3) finish_tile<T, 3>(call, batch, head, tile.begin);
+    if (tile.registers == 2) finish_tile<T, 2>(call, batch, head, tile.begin);
+    if (tile.registers == 1) finish_tile<T, 1>(call, batch, head, tile.begin);
+  }
+}
+
+}  // namespace
+}  // namespace ulysses::kernels::flash

@@ -1,0 +1,224 @@
+#pragma once
+
+#include "ulysses/kernels/cpu_flash/avx512_pack.h"
+
+// The forward of our CPU attention kernel. Scores are held transposed, Sᵀ[key][query], so that the 16 lanes of a
+// register are 16 queries: the softmax has no step across lanes, and its pairs (key, key + 1) are what the product with
+// V reads.
+//
+//   Sᵀ [8 keys × 48 queries] = K rows · Q lanes          K packed in rows, Q per tile, by word
+//   Pᵀ = 2^((Sᵀ − m) · c)                                 m, the reference of a query: moved lazily
+//   Oᵀ [d][48 queries] += Vᵀ columns · Pᵀ                 once per 256 keys (float32: 128)
+//
+// Note [Lazy reference]: a query's reference moves only when one of its scores passes it by 2^8, so the running output
+// is hardly ever rescaled. A lane moves alone and sums keep their order, so that a row's bits depend on its own query
+// and the keys, not on which queries or heads are computed beside it. Source: FlashAttention-2 (arXiv 2307.08691) §3.1;
+// deviation: the lazy reference, and the transposed scores.
+namespace ulysses::kernels::flash {
+namespace {
+
+// Keys whose weights are held, and over which a chain of additions runs before it is added to the output: float32
+// errors grow with it.
+template <Type T>
+constexpr int64_t kBlockKeys = T == Type::kBfloat16 ? 256 : 128;
+constexpr float kSlack = 8.0F;  // log2 of how far a score may pass the reference
+constexpr float kLowest = -3.40282347e38F;
+
+template <Type T>
+int64_t forward_scratch_words(const Shape& shape) {
+  constexpr int64_t kMost = 3 * kLanes;
+  return kMost * (words_of<T>(shape.head_dim) + kBlockKeys<T> / kPerWord<T> + 2 * shape.head_dim);
+}
+
+// One tile of 16 · N queries of one head.
+template <Type T, int N>
+struct ForwardTile {
+  static constexpr int64_t kWidth = N * kLanes;
+  static constexpr int kPair = kPerWord<T>;
+
+  const Shape& shape;
+  const Word *keys, *values;  // packed, of the KV head
+  Word *queries, *weights;
+  float *sums, *part;  // [d][lane]; `part` is the sum over a block that a move of the reference interrupts
+  int64_t begin, end;  // queries
+  SeenKeys seen;
+  float factor;  // scale · log2 e
+  Floats reference[N], limit[N], total[N], block_total[N];
+
+  ULYSSES_INLINE void start() {
+    memset(sums, 0, sizeof(float) * static_cast<size_t>(shape.head_dim * kWidth));
+    for (int j = 0; j < N; ++j) {
+      reference[j] = limit[j] = _mm512_set1_ps(kLowest);
+      total[j] = _mm512_setzero_ps();
+    }
+  }
+
+  // Oᵀ += Vᵀ Pᵀ over the words [from, to) of the block at key word `block`, into `part` unless the block ends there.
+  ULYSSES_INLINE void add_values(int64_t block, int64_t from, int64_t to, bool ends) {
+    const int64_t row = key_words<T>(shape), first = block + from;
+    for (int64_t d = 0; d < shape.head_dim; d += kRows) {
+      float *whole = sums + d * kWidth, *held = part + d * kWidth;
+      Floats sum[kRows][N];
+      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+        ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+          sum[r][j] = from > 0 ? _mm512_load_ps(held + r * kWidth + j * kLanes) : _mm512_setzero_ps();
+        }
+      }
+      const Word* columns = values + d / kLanes * kLanes * row + first / kLanes * kLanes * kLanes + d % kLanes * kLanes;
+      multiply_tiles<T, N>(sum, columns, first % kLanes, weights + from * kWidth, kWidth, to - from);
+      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+        ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+          const int64_t at = r * kWidth + j * kLanes;
+          if (ends) sum[r][j] = _mm512_add_ps(sum[r][j], _mm512_load_ps(whole + at));
+          _mm512_store_ps((ends ? whole : held) + at, sum[r][j]);
+        }
+      }
+    }
+  }
+
+  // The lanes whose highest score passed the limit get it as their reference, and their sums so far are scaled to it.
+  __attribute__((noinline)) void move_references(const Floats (&highest)[N], const __mmask16 (&passed)[N],
+                                                 bool has_part) {
+    for (int j = 0; j < N; ++j) {
+      const Floats to = _mm512_mask_mov_ps(reference[j], passed[j], highest[j]);
+      const Floats down =
+          exp2_of<Type::kFloat32>(_mm512_mul_ps(_mm512_sub_ps(reference[j], to), _mm512_set1_ps(factor)));
+      const Floats by = _mm512_mask_mov_ps(_mm512_set1_ps(1.0F), passed[j], down);
+      reference[j] = to;
+      limit[j] = _mm512_mask_add_ps(limit[j], passed[j], to, _mm512_set1_ps(kSlack / factor));
+      total[j] = _mm512_mul_ps(total[j], by);
+      block_total[j] = _mm512_mul_ps(block_total[j], by);
+      for (int64_t d = 0; d < shape.head_dim; ++d) {
+        float *whole = sums + d * kWidth + j * kLanes, *held = part + d * kWidth + j * kLanes;
+        _mm512_store_ps(whole, _mm512_mul_ps(by, _mm512_load_ps(whole)));
+        if (has_part) _mm512_store_ps(held, _mm512_mul_ps(by, _mm512_load_ps(held)));
+      }
+    }
+  }
+
+  // Whether a score of a lane passes its limit; the highest of each lane besides.
+  ULYSSES_INLINE bool passes_limit(const Floats (&scores)[kRows][N], Floats (&highest)[N], __mmask16 (&passed)[N]) {
+    unsigned any = 0;
+    ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+      highest[j] = scores[0][j];
+      ULYSSES_UNROLL for (int r = 1; r < kRows; ++r) highest[j] = _mm512_max_ps(highest[j], scores[r][j]);
+      passed[j] = _mm512_cmp_ps_mask(highest[j], limit[j], _CMP_GT_OQ);
+      any |= passed[j];
+    }
+    return any != 0;
+  }
+
+  // Scores → weights in `to`, by key word. (s − m) · c, not s · c − m · c: that overflows for huge scores.
+  ULYSSES_INLINE void weigh(Floats (&scores)[kRows][N], Word* to) {
+    ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+        scores[r][j] = exp2_of<T>(_mm512_mul_ps(_mm512_sub_ps(scores[r][j], reference[j]), _mm512_set1_ps(factor)));
+        block_total[j] = _mm512_add_ps(block_total[j], scores[r][j]);
+      }
+      ULYSSES_UNROLL for (int r = 0; r < kRows; r += kPair) {
+        _mm512_store_si512(to + r / kPair * kWidth + j * kLanes, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
+      }
+    }
+  }
+
+  ULYSSES_INLINE void attend_block(int64_t block) {
+    const int64_t block_end = lesser(block + kBlockKeys<T>, seen.end);
+    const int64_t words = words_of<T>(shape.head_dim);
+    int64_t done = 0;  // key words of the block that are in `part`
+    for (int j = 0; j < N; ++j) block_total[j] = _mm512_setzero_ps();
+    for (int64_t key = block; key < block_end; key += kRows) {
+      Floats scores[kRows][N], highest[N];
+      __mmask16 passed[N];
+      clear(scores);
+      const Word* rows = keys + key / kLanes * row_tile_words<T>(shape) + key % kLanes * kLanes;
+      multiply_tiles<T, N>(scores, rows, 0, queries, kWidth, words);
+      if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, begin);
+      if (__builtin_expect(passes_limit(scores, highest, passed), 0)) {
+        const int64_t now = (key - block) / kPair;
+        if (now > done) add_values(block / kPair, done, now, false);
+        done = now;
+        move_references(highest, passed, done > 0);
+      }
+      weigh(scores, weights + (key - block) / kPair * kWidth);
+    }
+    add_values(block / kPair, done, divide_up(block_end - block, kRows) * kRows / kPair, true);
+    for (int j = 0; j < N; ++j) total[j] = _mm512_add_ps(total[j], block_total[j]);
+  }
+
+  // out = O / l, and lse = m · scale + ln l. Rows without keys: 0 and −inf.
+  ULYSSES_INLINE void finish(const MutableRows& out, float* lse, int64_t batch, int64_t head) {
+    Floats inverse[N];
+    for (int j = 0; j < N; ++j) {
+      alignas(64) float references[kLanes], totals[kLanes];
+      _mm512_store_ps(references, reference[j]);
+      _mm512_store_ps(totals, total[j]);
+      for (int64_t i = 0; i < kLanes && begin + j * kLanes + i < end; ++i) {
+        const float top = references[i] * static_cast<float>(shape.scale);
+        lse[begin + j * kLanes + i] = totals[i] == 0 ? -kInfinity : top + logf(totals[i]);
+      }
+      const __mmask16 has_keys = _mm512_cmp_ps_mask(total[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
+      inverse[j] = _mm512_maskz_div_ps(has_keys, _mm512_set1_ps(1.0F), total[j]);
+    }
+    store_query_lanes<T, N>(sums, shape, out, batch, head, begin, end, inverse);
+  }
+};
+
+template <Type T, int N>
+void attend_tile(const ForwardCall& call, Word* scratch, int64_t batch, int64_t head, int64_t begin) {
+  const Shape& shape = call.shape;
+  const int64_t kv_head = batch * shape.kv_heads + head / (shape.heads / shape.kv_heads);
+  const int64_t end = lesser(begin + N * kLanes, shape.q_len);
+  ForwardTile<T, N> tile{shape};
+  tile.keys = call.packed_k + kv_head * packed_row_words<T>(shape);
+  tile.values = call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim;
+  tile.queries = scratch;
+  tile.weights = tile.queries + words_of<T>(shape.head_dim) * tile.kWidth;
+  tile.sums = reinterpret_cast<float*>(tile.weights + kBlockKeys<T> / tile.kPair * tile.kWidth);
+  tile.part = tile.sums + shape.head_dim * tile.kWidth;
+  tile.begin = begin, tile.end = end;
+  tile.seen = seen_keys(shape, begin, end);
+  const float factor = static_cast<float>(shape.scale) * kLog2e;
+  tile.factor = factor < 1e-37F ? 1e-37F : factor;  // 0 · −inf of a hidden key would be NaN
+  tile.start();
+  pack_query_lanes<T, N>(tile.queries, shape, call.q, batch, head, begin, end);
+  for (int64_t block = 0; block < tile.seen.end; block += kBlockKeys<T>) tile.attend_block(block);
+  tile.finish(call.out, call.lse + (batch * shape.heads + head) * shape.q_len, batch, head);
+}
+
+template <Type T>
+ForwardSizes forward_sizes(const Shape& shape) {
+  const int64_t kv_heads = shape.batch * shape.kv_heads;
+  return {kv_heads * packed_row_words<T>(shape), kv_heads * key_words<T>(shape) * shape.head_dim,
+          forward_scratch_words<T>(shape), kv_heads * divide_up(shape.kv_len, kPieceKeys),
+          shape.batch * shape.heads * num_query_tiles(shape.q_len)};
+}
+
+template <Type T>
+void pack(const ForwardCall& call, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  const int64_t pieces = divide_up(shape.kv_len, kPieceKeys);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t kv_head = task / pieces, first = task % pieces * kPieceKeys;
+    const int64_t last = lesser(first + kPieceKeys, shape.kv_len);
+    const int64_t batch = kv_head / shape.kv_heads, head = kv_head % shape.kv_heads;
+    pack_key_rows<T>(call.packed_k + kv_head * packed_row_words<T>(shape), shape, call.k, batch, head, first, last);
+    pack_key_columns<T>(call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.v, batch, head,
+                        first, last);
+  }
+}
+
+template <Type T>
+void attend(const ForwardCall& call, uint32_t* scratch, int64_t begin, int64_t end) {
+  const Shape& shape = call.shape;
+  const int64_t tiles = num_query_tiles(shape.q_len);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t head = task / tiles % shape.heads, batch = task / tiles / shape.heads;
+    const QueryTile tile = query_tile(shape.q_len, balanced(task % tiles, tiles));
+    if (tile.registers == 3) attend_tile<T, 3>(call, scratch, batch, head, tile.begin);
+    if (tile.registers == 2) attend_tile<T, 2>(call, scratch, batch, head, tile.begin);
+    if (tile.registers == 1) attend_tile<T, 1>(call, scratch, batch, head, tile.begin);
+  }
+}
+
+}  // namespace
+}  // namespace ulysses::kernels::flash

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "ulysses/kernels/cpu_flash/call.h"
+
+namespace ulysses::kernels::flash {
+
+// What our CPU kernel asks of a processor.
+struct Features {
+  bool avx512 = false;  // F, DQ, BW and VL, with the operating system's consent
+  bool avx512_bf16 = false;
+  bool amx = false;  // tiles for bfloat16
+  bool operator==(const Features&) const = default;
+};
+
+Features processor_features();
+
+// The features of `found` that a list such as "avx512,avx512_bf16" or "none" leaves; an empty list leaves all.
+// `unknown`, where given, is set to the first word that names no feature.
+Features admitted(const Features& found, std::string_view words, std::string* unknown = nullptr);
+
+// processor_features() that the environment variable ULYSSES_CPU_FEATURES admits: how to test on this processor what
+// another would run.
+Features features();
+
+// The code for a dtype ("float32", "float16", "bfloat16") that a processor can run, or nullptr.
+const Instance* instance_for(const Features& features, std::string_view dtype);
+
+// Whether "auto" takes it: where it was measured to be faster than torch's op. Not beside AMX, which torch's op uses.
+bool is_first_choice(const Features& features, std::string_view dtype);
+
+std::string describe(const Features& features);
+
+}  // namespace ulysses::kernels::flash
