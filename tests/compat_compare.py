@@ -24,9 +24,9 @@ from compat_proof import (
     OUTPUT_TOLERANCE,
     Cell,
     call,
+    call_and_backward,
     gradient_error,
     largest,
-    output_and_gradients,
     prove_model,
     quietly,
     run_family,
@@ -121,7 +121,7 @@ def theirs(rank: int, group: Any, place: int, anything: bool) -> Cell:
     from diffusers import ContextParallelConfig
 
     model, inputs = CASES[place].build()
-    output, gradients = output_and_gradients(model, inputs)
+    output, gradients = call_and_backward(model, inputs)
     size = group.size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("ring", "ulysses"))
     config = ContextParallelConfig(ulysses_degree=size, ulysses_anything=anything, mesh=mesh)
@@ -136,7 +136,7 @@ def theirs(rank: int, group: Any, place: int, anything: bool) -> Cell:
         return {"verdict": "wrong", "why": f"an output of {own.numel()} numbers, not {output.numel()}"}
     error_of_output = worst_of_ranks(largest(own - output) / largest(output))[0]
     try:
-        _, summed = output_and_gradients(model, inputs)
+        _, summed = call_and_backward(model, inputs)
     except NotImplementedError as error:
         right = error_of_output <= OUTPUT_TOLERANCE
         return {"verdict": "forward only" if right else "wrong", "why": str(error), "output_error": error_of_output}

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from compat_compare import COLUMNS
+from compat_compare import COLUMNS, TIMEOUT_S
 from compat_proof import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, SENSITIVE, Cell
+from ulysses_attention.doctor.markdown import Notes, escaped, table
 
 LIBRARIES = ("diffusers", "transformers")
 LONGEST = 160  # characters of an error
@@ -35,23 +36,10 @@ the ranks is, or their mean. Gloo gathers no shards of different length; another
 """
 
 
-class Notes:
-    """Messages by number; the same message has one number."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def number(self, text: str) -> int:
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
-
-
-def plain(text: str) -> str:
+def short(text: str) -> str:
     """One short line that Markdown shows as it is."""
     line = re.sub(r" at index \d+ \(.*", "", " ".join(text.split()))  # which rank fails first differs
-    line = line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
-    return "".join(f"\\{char}" if char in "\\`*_{}[]<>|#" else char for char in line)
+    return escaped(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…")
 
 
 def cell_text(cell: Cell | None, notes: Notes) -> str:
@@ -63,11 +51,7 @@ def cell_text(cell: Cell | None, notes: Notes) -> str:
         wrong = "output" if cell["output_error"] > OUTPUT_TOLERANCE else "gradients"
         return f"wrong {wrong}"
     why = cell.get("why")
-    return f"{cell['verdict']} [{notes.number(plain(why))}]" if why else str(cell["verdict"])
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    return f"{cell['verdict']} [{notes.number(short(why))}]" if why else str(cell["verdict"])
 
 
 def _order(version: str) -> list[int]:
@@ -97,25 +81,23 @@ def column_of(page: str, library: str, version: str) -> dict[str, str]:
     return {row[0]: row[place].split(" [")[0] for row in body[:end]}
 
 
-def compare_table(compared: Any, notes: Notes, seconds: float) -> list[str]:
+def compare_table(compared: Any, notes: Notes) -> list[str]:
     rows = [
-        [row["family"], plain(row["what"]), *(cell_text(row["cells"][column], notes) for column in COLUMNS)]
+        [row["family"], short(row["what"]), *(cell_text(row["cells"][column], notes) for column in COLUMNS)]
         for row in compared["rows"]
     ]
-    return [COMPARED.format(seconds=seconds, **compared), *table(["model", "with", *COLUMNS], rows), ""]
+    return [COMPARED.format(seconds=TIMEOUT_S, **compared), *table(["model", "with", *COLUMNS], rows), ""]
 
 
-def render(folder: pathlib.Path, seconds: float) -> str:
+def render(folder: pathlib.Path) -> str:
     notes, lines = Notes(), [HEAD]
     for library in LIBRARIES:
         results = [json.loads(file.read_text()) for file in folder.glob(f"{library}-*.json")]
         lines += version_table(library, results, notes) if results else []
-    lines += compare_table(json.loads((folder / "compare-diffusers.json").read_text()), notes, seconds)
+    lines += compare_table(json.loads((folder / "compare-diffusers.json").read_text()), notes)
     lines += ["## Messages", "", *(f"{number}. {text}" for number, text in enumerate(notes.texts, start=1)), ""]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    from compat_compare import TIMEOUT_S
-
-    print(render(pathlib.Path(sys.argv[1]), TIMEOUT_S), end="")
+    print(render(pathlib.Path(sys.argv[1])), end="")

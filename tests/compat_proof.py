@@ -78,7 +78,7 @@ def call(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     return torch.cat([x.reshape(-1) for x in outputs if isinstance(x, torch.Tensor)])
 
 
-def output_and_gradients(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def call_and_backward(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     """Under a loss that weighs every number of the output on its own."""
     model.zero_grad()
     output = call(model, inputs)
@@ -88,7 +88,9 @@ def output_and_gradients(model: torch.nn.Module, inputs: Mapping[str, Any]) -> t
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    """Of every parameter that is trained."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained}
 
 
 def largest(x: torch.Tensor) -> float:
@@ -130,10 +132,10 @@ def prove_model(model: torch.nn.Module, inputs: Mapping[str, Any], group: Any) -
     from ulysses_attention.diffusers import parallelize
     from ulysses_attention.diffusers.choose import plan_for
 
-    output, gradients = output_and_gradients(model, inputs)
+    output, gradients = call_and_backward(model, inputs)
     try:
         with parallelize(model, group) as handle:
-            own, summed = output_and_gradients(model, inputs)
+            own, summed = call_and_backward(model, inputs)
             cut = [local < tokens for tokens, local in handle.sharded_lengths()]
     except NotImplementedError as error:
         return {"verdict": "refused", "why": str(error).splitlines()[0]}

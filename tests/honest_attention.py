@@ -9,7 +9,7 @@ import torch
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention that honours every field of the call."""
+    """out and lse. Shapes: q [B, S, H, D], k, v [B, S_kv, H_kv, ·] → [B, S, H, D_v], [B, H, S]."""
     assert call.attn_mask is None or call.attn_mask.dim() == 4
     per_kv = q.size(2) // k.size(2)
     k, v = (x.repeat_interleave(per_kv, 2) for x in (k, v))

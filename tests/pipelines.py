@@ -19,6 +19,8 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
+from families import FLUX, WAN, noise, wake
+
 __all__ = ["PIPELINES", "Pipeline", "flux_transformer", "save_flux", "wan_transformer"]
 
 
@@ -37,43 +39,13 @@ class Pipeline:
         return getattr(result, self.output)
 
 
-def _random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _awake(model: Any, seed: int) -> Any:
-    """Weights of unit gain, so that what attention sees moves the output."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
-                parameter.copy_(0.1 * noise)
-            elif parameter.dim() < 2:
-                parameter.copy_(1 + 0.1 * noise)
-            else:
-                parameter.copy_(noise * (parameter[0].numel() ** -0.5 if name.endswith("weight") else 0.5))
-    return model.eval()
-
-
-def flux_transformer(layers: int = 2, single_layers: int = 2, seed: int = 0) -> Any:
-    return _awake(
-        FluxTransformer2DModel(
-            patch_size=1, in_channels=4, num_layers=layers, num_single_layers=single_layers, attention_head_dim=16,
-            num_attention_heads=3, joint_attention_dim=8, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
-        ),
-        seed,
-    )  # fmt: skip
+def flux_transformer(layers: int = 2, single_layers: int = 2) -> Any:
+    sizes = {"num_layers": layers, "num_single_layers": single_layers}
+    return wake(FluxTransformer2DModel(**FLUX | sizes))
 
 
 def wan_transformer(layers: int = 2, seed: int = 0) -> Any:
-    return _awake(
-        WanTransformer3DModel(
-            patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4,
-            text_dim=8, freq_dim=8, ffn_dim=32, num_layers=layers, rope_max_seq_len=32,
-        ),
-        seed,
-    )  # fmt: skip
+    return wake(WanTransformer3DModel(**WAN | {"num_layers": layers}), seed)
 
 
 def _quiet(pipe: Any) -> Any:
@@ -88,14 +60,14 @@ def flux() -> Pipeline:
         norm_num_groups=1, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06, scaling_factor=1.5,
     )  # fmt: skip
     pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(), vae=_awake(vae, 1), transformer=flux_transformer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(), vae=wake(vae, 1), transformer=flux_transformer(),
         text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
     )  # fmt: skip
     arguments = {
-        "prompt_embeds": _random(2, 7, 8, seed=0),
-        "pooled_prompt_embeds": _random(2, 8, seed=1),
-        "negative_prompt_embeds": _random(2, 7, 8, seed=2),
-        "negative_pooled_prompt_embeds": _random(2, 8, seed=3),
+        "prompt_embeds": noise(2, 7, 8, seed=0),
+        "pooled_prompt_embeds": noise(2, 8, seed=1),
+        "negative_prompt_embeds": noise(2, 7, 8, seed=2),
+        "negative_pooled_prompt_embeds": noise(2, 8, seed=3),
         "true_cfg_scale": 3.0,
         "height": 10,
         "width": 14,
@@ -117,7 +89,7 @@ def save_flux(folder: Path) -> None:
     parts = flux().pipe
     FluxPipeline(
         scheduler=parts.scheduler, vae=parts.vae, transformer=parts.transformer,
-        text_encoder=_awake(CLIPTextModel(clip), 2), text_encoder_2=_awake(T5EncoderModel(t5), 3),
+        text_encoder=wake(CLIPTextModel(clip), 2), text_encoder_2=wake(T5EncoderModel(t5), 3),
         tokenizer=CLIPTokenizer(vocab={x: i for i, x in enumerate(words)}, merges=[], model_max_length=77),
         tokenizer_2=T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512),
     ).save_pretrained(folder)  # fmt: skip
@@ -131,12 +103,12 @@ def wan(**options: Any) -> Pipeline:
     )  # fmt: skip
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     pipe = WanPipeline(
-        tokenizer=None, text_encoder=None, vae=_awake(vae, 1), transformer=wan_transformer(), scheduler=scheduler,
+        tokenizer=None, text_encoder=None, vae=wake(vae, 1), transformer=wan_transformer(), scheduler=scheduler,
         **options,
     )  # fmt: skip
     arguments = {
-        "prompt_embeds": _random(2, 7, 8, seed=0),
-        "negative_prompt_embeds": _random(2, 7, 8, seed=2),
+        "prompt_embeds": noise(2, 7, 8, seed=0),
+        "negative_prompt_embeds": noise(2, 7, 8, seed=2),
         "guidance_scale": 4.0,
         "height": 48,
         "width": 48,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ulysses_attention import _C
 
-__all__ = ["UlyssesContextParallelPolicy"]
+__all__ = ["EXACT", "UlyssesContextParallelPolicy"]
 
 
 def option_line(name: str, value: Any) -> str:
@@ -68,3 +68,7 @@ class UlyssesContextParallelPolicy:
     def replace(self, **changes: Any) -> UlyssesContextParallelPolicy:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+#: Shards that differ by at most one token, without padding.
+EXACT = UlyssesContextParallelPolicy(require_seq_divisible=False)

@@ -81,7 +81,8 @@ def token_dropout(
 
     seed:   an integer or several: another mask for every step, layer and data-parallel rank needs them in it. No
             generator is read or advanced, so that a recomputation (activation checkpointing) drops the same.
-    Shapes: x [.., padded_lengths[rank], ..] → the same; zero in padding rows where it drops. Kept elements are divided by 1 − p.
+    Shapes: x [.., padded_lengths[rank], ..] → the same; where it drops, padding rows are zero and kept elements are
+            divided by 1 − p.
     Comm:   none, backward neither. Time and memory: a few int64 operations an element, on a CPU several times
             torch's dropout.
     Errors: CP012 if x has other rows than the layout gives the rank, CP015, CP069 for p outside 0 to 1 or a seed

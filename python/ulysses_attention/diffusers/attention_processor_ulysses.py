@@ -17,9 +17,9 @@ from ulysses_attention._request import resolve_group
 from ulysses_attention.attention import ulysses_attention
 from ulysses_attention.diffusers.plan import Attend
 from ulysses_attention.diffusers.seam import NATIVE, Options, has_seam, rebind
-from ulysses_attention.diffusers.streams import EXACT, Streams
+from ulysses_attention.diffusers.streams import Streams
 from ulysses_attention.layout import SequenceLayout
-from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.policy import EXACT, UlyssesContextParallelPolicy
 from ulysses_attention.processor import AttendCall, UlyssesAttentionProcessor
 from ulysses_attention.tokens import JointTokens, MaskLayout
 
@@ -31,6 +31,8 @@ __all__ = ["UlyssesAttnProcessor", "ulysses_processor"]
 
 OWN_KEYS = MaskLayout(q="broadcast", kv="local")
 ALL_KEYS = MaskLayout(q="broadcast", kv="global")
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
 
 
 class UlyssesAttnProcessor(UlyssesAttentionProcessor):
@@ -95,24 +97,18 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
             )
         if self.attends.repeats_kv:
             key, value = key[:, :, :: self.num_q_per_kv], value[:, :, :: self.num_q_per_kv]
-        mask = _key_mask(attn_mask, self.attends)
+        qkv, mask = (query, key, value), _key_mask(attn_mask, self.attends)
         arguments = {"strategy": self.strategy, "agreement": self.agreement, "softmax_scale": options.softmax_scale}
         if options.backend == NATIVE or self.kernel != "auto" or self.policy.backend_name != EXACT.backend_name:
-            return self._attention(ulysses_attention, query, key, value, mask, arguments | {"kernel": self.kernel})
+            return self._attention(ulysses_attention, qkv, mask, arguments | {"kernel": self.kernel})
         self._local = local
         try:
-            return self._attention(self.forward, query, key, value, mask, arguments)
+            return self._attention(self.forward, qkv, mask, arguments)
         finally:
             del self._local
 
     def _attention(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: dict[str, Any],
+        self, run: Callable[..., Any], qkv: Tensors, mask: torch.Tensor | None, arguments: dict[str, Any]
     ) -> torch.Tensor:
         streams = self.streams
         assert not isinstance(self.attends, str)
@@ -120,28 +116,22 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
             arguments |= {"attn_mask": mask, "mask_layout": OWN_KEYS}
         if streams is None or not self.attends.q:
             policy = self.policy if self.layout is None else None
-            return run(q, k, v, self.group, layout=self.layout, policy=policy, **arguments)
+            return run(*qkv, self.group, layout=self.layout, policy=policy, **arguments)
         arguments["policy"] = self.policy
         kv = self.attends.q if self.attends.kv is None else self.attends.kv
         whole = [stream for stream in {*self.attends.q, *kv} if streams.layout(stream) is None]
         if not whole:
-            layouts = {"layout": streams.joined(self.attends.q), "kv_layout": streams.joined(kv)}
-            if self.attends.kv is None:
-                del layouts["kv_layout"]
-            return run(q, k, v, self.group, **layouts, **arguments)
+            layouts = {"layout": streams.joined(self.attends.q)}
+            if self.attends.kv is not None:
+                layouts["kv_layout"] = streams.joined(kv)
+            return run(*qkv, self.group, **layouts, **arguments)
         if len(whole) == len({*self.attends.q, *kv}):
             arguments.pop("mask_layout", None)
-            return run(q, k, v, self.group, kv_role="replicated", **arguments)
-        return self._beside_whole_streams(run, q, k, v, mask, arguments)
+            return run(*qkv, self.group, kv_role="replicated", **arguments)
+        return self._beside_whole_streams(run, qkv, mask, arguments)
 
     def _beside_whole_streams(
-        self,
-        run: Callable[..., Any],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: dict[str, Any],
+        self, run: Callable[..., Any], qkv: Tensors, mask: torch.Tensor | None, arguments: dict[str, Any]
     ) -> torch.Tensor:
         """Attention where some streams are whole on every rank: they attend as joint tokens, counted once."""
         streams, attends = self.streams, self.attends
@@ -156,8 +146,9 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
             )
         own = [stream for stream, whole in zip(attends.q, is_whole, strict=True) if not whole]
         tokens = sum(streams.tokens(s) for s, whole in zip(attends.q, is_whole, strict=True) if whole)
-        sizes = [tokens, q.size(1) - tokens] if in_front else [q.size(1) - tokens, tokens]
-        parts = [x.split(sizes, 1) if in_front else x.split(sizes, 1)[::-1] for x in (q, k, v)]
+        own_tokens = qkv[0].size(1) - tokens
+        sizes = [tokens, own_tokens] if in_front else [own_tokens, tokens]
+        parts = [x.split(sizes, 1) if in_front else x.split(sizes, 1)[::-1] for x in qkv]
         layout = streams.joined(own)
         if mask is not None:
             shares = mask.split(sizes, -1)

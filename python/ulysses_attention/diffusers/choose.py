@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
 from ulysses_attention.diffusers.families import FAMILIES, UNSUPPORTED
-from ulysses_attention.diffusers.plan import LOCAL, Attend, Gather, Rule, Shard, ShardingPlan, matches
+from ulysses_attention.diffusers.plan import (
+    LOCAL,
+    Attend,
+    Gather,
+    Rule,
+    Shard,
+    ShardingPlan,
+    attention_modules,
+    is_cross,
+    matches,
+)
 from ulysses_attention.diffusers.template import template
 
 __all__ = ["own_plan", "plan_for"]
@@ -47,16 +57,12 @@ def _shard(declared: Any, stream: str) -> Shard:
     return Shard(first.split_dim, stream, ndim=first.expected_dims)
 
 
-def _is_cross(path: str, module: Any) -> bool:
-    return path.endswith(("attn2", "cross_attn")) or bool(getattr(module, "is_cross_attention", False))
-
-
 def own_plan(model: torch.nn.Module) -> ShardingPlan:
     """The plan that a model of diffusers declares for diffusers' own context parallelism, as ours.
 
     It does not say which tokens meet in an attention, so that the ranks exchange their numbers in every call.
     """
-    inputs: dict[str, dict[str, Rule]] = {}
+    inputs: dict[str, dict[str, Shard]] = {}
     outputs: dict[str, Rule | tuple[Rule | None, ...]] = {}
     gather: dict[str, Gather] = {}
     for path, declared in model._cp_plan.items():  # type: ignore[union-attr,operator]
@@ -68,14 +74,14 @@ def own_plan(model: torch.nn.Module) -> ShardingPlan:
         by_index = {n: _shard(value, f"{path}[{n}]") for n, value in declared.items()
                     if isinstance(n, int)}  # fmt: skip
         if by_name:
-            inputs[path] = dict(by_name)
+            inputs[path] = by_name
         if by_index:
             outputs[path] = tuple(by_index.get(index) for index in range(max(by_index) + 1))
-    sharded = {rule.stream for rule in _shards(inputs.values())}
-    attention: dict[str, Attend | Literal["local"]] = {}
-    for path, module in model.named_modules():
-        if getattr(module, "processor", None) is not None and hasattr(module, "set_processor"):
-            attention[path] = LOCAL if _is_cross(path, module) and "text" not in sharded else Attend(())
+    sharded = {rule.stream for by_name in inputs.values() for rule in by_name.values()}
+    attention: dict[str, Attend | Literal["local"]] = {
+        path: LOCAL if is_cross(path, module) and "text" not in sharded else Attend(())
+        for path, module in attention_modules(model)
+    }
     # A module that shards its own input leaves the rest of the model whole, and its gradients are no partial sums.
     is_whole_between = any(matches(pattern, path) for path in gather for pattern in inputs)
     check = _without_gradients if is_whole_between else None
@@ -90,10 +96,3 @@ def _without_gradients(model: torch.nn.Module, arguments: Mapping[str, Any]) -> 
         f"right for outputs and not for gradients. Fix: torch.no_grad(); to train, a plan that gathers at the end of "
         f"the model only, compared by verify(model, inputs, group, plan=plan)."
     )
-
-
-def _shards(rules: Iterable[dict[str, Rule]]) -> Iterable[Shard]:
-    for by_name in rules:
-        for rule in by_name.values():
-            if isinstance(rule, Shard):
-                yield rule

@@ -15,7 +15,7 @@ from ulysses_attention.diffusers import border
 from ulysses_attention.diffusers.attention_processor_ulysses import UlyssesAttnProcessor, ulysses_processor
 from ulysses_attention.diffusers.caches import check_cache, check_not_cut_by_diffusers
 from ulysses_attention.diffusers.choose import plan_for
-from ulysses_attention.diffusers.plan import ShardingPlan
+from ulysses_attention.diffusers.plan import ShardingPlan, attention_modules
 from ulysses_attention.diffusers.streams import Streams
 from ulysses_attention.policy import UlyssesContextParallelPolicy
 
@@ -62,15 +62,6 @@ class Handle:
         self.remove()
 
 
-def _attention_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Every attention whose processor can be set, by path."""
-    return [
-        (path, module)
-        for path, module in model.named_modules()
-        if getattr(module, "processor", None) is not None and hasattr(module, "set_processor")
-    ]
-
-
 class _Parallelized:
     """One model: its hooks and its processors, ours and those before."""
 
@@ -95,7 +86,7 @@ class _Parallelized:
 
     def _set_processors(self, options: Mapping[str, Any]) -> None:
         made: list[tuple[Any, Any, UlyssesAttnProcessor]] = []
-        for path, module in _attention_modules(self.model):
+        for path, module in attention_modules(self.model):
             attends = self.plan.attend(path)
             if attends is None:
                 raise ValueError(
@@ -114,7 +105,7 @@ class _Parallelized:
             module.set_processor(ours)
 
     def _start(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        for path, module in _attention_modules(model):
+        for path, module in attention_modules(model):
             if self._ours.get(module) is not module.processor:
                 raise RuntimeError(
                     f"[parallelize] {path!r} has the processor {type(module.processor).__name__}, which was set after "
@@ -207,7 +198,7 @@ def parallelize(
     group, mesh_2d = resolve_group(group_or_mesh)
     if mesh_2d:
         raise NotImplementedError(
-            '[parallelize] a 2-D mesh asks for a hybrid of strategies, which is not offered. Fix: mesh["ulysses"].'
+            '[parallelize] a 2-D mesh asks for a hybrid of strategies, not offered here. Fix: mesh["ulysses"]. [CP047]'
         )
     options = {"strategy": strategy, "kernel": kernel, "agreement": agreement}
     done: list[_Parallelized] = []

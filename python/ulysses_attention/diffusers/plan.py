@@ -12,7 +12,18 @@ import torch
 if TYPE_CHECKING:
     from ulysses_attention.diffusers.streams import Streams
 
-__all__ = ["Attend", "Compute", "Gather", "Segments", "Shard", "ShardingPlan", "find", "matches"]
+__all__ = [
+    "Attend",
+    "Compute",
+    "Gather",
+    "Segments",
+    "Shard",
+    "ShardingPlan",
+    "attention_modules",
+    "find",
+    "is_cross",
+    "matches",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +121,20 @@ class ShardingPlan:
             if matches(pattern.removesuffix("?"), path):
                 return attend
         return None
+
+
+def attention_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Every attention whose processor can be set, by path."""
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if getattr(module, "processor", None) is not None and hasattr(module, "set_processor")
+    ]
+
+
+def is_cross(path: str, module: torch.nn.Module) -> bool:
+    """Whether an attention has other tokens in its keys than in its queries, by what diffusers calls it."""
+    return path.endswith(("attn2", "cross_attn")) or bool(getattr(module, "is_cross_attention", False))
 
 
 def matches(pattern: str, path: str) -> bool:

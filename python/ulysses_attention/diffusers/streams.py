@@ -10,12 +10,12 @@ import torch
 
 from ulysses_attention.diffusers.plan import Segments, Shard, ShardingPlan
 from ulysses_attention.layout import SequenceLayout
-from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.policy import EXACT, UlyssesContextParallelPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-EXACT = UlyssesContextParallelPolicy(require_seq_divisible=False)  # shards within one token, no padding
+__all__ = ["Streams"]
 
 
 class Streams:

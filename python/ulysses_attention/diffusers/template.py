@@ -6,6 +6,8 @@ import inspect
 
 import torch
 
+from ulysses_attention.diffusers.plan import attention_modules, is_cross
+
 __all__ = ["template"]
 
 ROTARY = ("rope", "pos_embed", "rotary", "rotary_emb")
@@ -14,8 +16,7 @@ ROTARY = ("rope", "pos_embed", "rotary", "rotary_emb")
 def _first_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.Module]:
     """The first list of blocks that attend, and its first block."""
     for path, module in model.named_children():
-        attends = any(hasattr(child, "set_processor") for child in module.modules())
-        if isinstance(module, torch.nn.ModuleList) and len(module) and attends:
+        if isinstance(module, torch.nn.ModuleList) and len(module) and attention_modules(module):
             return f"{path}.0", module[0]
     return "blocks.0", torch.nn.Identity()
 
@@ -23,12 +24,9 @@ def _first_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.Module]:
 def _attention_lines(model: torch.nn.Module, streams: str) -> list[str]:
     """One line for each name under which attention modules stand."""
     lines: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if not hasattr(module, "set_processor"):
-            continue
+    for path, module in attention_modules(model):
         name = path.rsplit(".", 1)[-1]
-        cross = name in ("attn2", "cross_attn") or bool(getattr(module, "is_cross_attention", False))
-        if cross:
+        if is_cross(path, module):
             lines.setdefault(name, f'        "**.{name}": "local",  # keys and values are text that every rank holds')
         else:
             lines.setdefault(name, f'        "**.{name}": Attend(({streams})),')
@@ -40,7 +38,7 @@ def template(model: torch.nn.Module) -> str:
     path, block = _first_blocks(model)
     parameters = inspect.signature(block.forward).parameters
     tokens = next((name for name in parameters if name in ("hidden_states", "x", "img")), "hidden_states")
-    cross = any("attn2" in name or "cross_attn" in name for name, _ in block.named_children())
+    cross = any(is_cross(name, child) for name, child in block.named_children())
     joint = "encoder_hidden_states" in parameters and not cross
     text = ', "encoder_hidden_states": Shard(1, "text")' if joint else ""
     rotary = [

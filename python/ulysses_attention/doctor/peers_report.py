@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ulysses_attention.doctor import peers
+from ulysses_attention.doctor.markdown import Notes, escaped, table
 from ulysses_attention.doctor.summary import SEVERITY, WORDS
 
 __all__ = ["main", "render_peers"]
@@ -44,18 +45,6 @@ _SIXTEEN_BIT = {"bfloat16", "float16"}
 _GRADIENTS = {"dq", "dk", "dv"}
 
 
-class _Notes:
-    """The messages that cells refer to, each once."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def number(self, text: str) -> int:
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
-
-
 def render_peers(reports: Mapping[str, Report], versions: Mapping[str, str | None] | None = None) -> str:
     """The page docs/peers.md in Markdown: versions, a row per target and strategy, messages, findings.
 
@@ -64,7 +53,7 @@ def render_peers(reports: Mapping[str, Report], versions: Mapping[str, str | Non
     A cell shows the worst verdict among the cases of its column and, where they differ, how many of them are ok.
     """
     versions = peers.versions() if versions is None else versions
-    notes = _Notes()
+    notes = Notes()
     rows = [
         [label, *(_cell(column, cases, notes) for column in _COLUMNS)]
         for name, report in reports.items()
@@ -82,11 +71,11 @@ def render_peers(reports: Mapping[str, Report], versions: Mapping[str, str | Non
             "",
             f"Versions: {_versions(reports, versions)}.",
             "",
-            *_table(["target", *_COLUMNS], rows),
+            *table(["target", *_COLUMNS], rows),
             "",
             "## Messages",
             "",
-            *(f"{number}. {_plain(text)}" for number, text in enumerate(notes.texts, start=1)),
+            *(f"{number}. {escaped(text)}" for number, text in enumerate(notes.texts, start=1)),
             "",
             "## Findings",
             "",
@@ -108,7 +97,7 @@ def _rows_of(name: str, report: Report) -> list[tuple[str, list[Case]]]:
     ]
 
 
-def _cell(column: str, cases: Sequence[Case], notes: _Notes) -> str:
+def _cell(column: str, cases: Sequence[Case], notes: Notes) -> str:
     found = _cases_of(column, cases)
     if not found:
         return "not run"
@@ -147,7 +136,7 @@ def _verdict(case: Case) -> tuple[str, str]:
 
 
 def _findings(name: str, report: Report) -> list[str]:
-    sentences = [f"- {_plain(finding['sentence'])}" for finding in report["findings"]]
+    sentences = [f"- {escaped(finding['sentence'])}" for finding in report["findings"]]
     return [f"### {name}", "", *(sentences or ["- none"]), ""]
 
 
@@ -158,16 +147,6 @@ def _versions(reports: Mapping[str, Report], versions: Mapping[str, str | None])
     )
     theirs = [f"{name} {version or 'not installed'}" for name, version in versions.items()]
     return ", ".join([*ours, *theirs])
-
-
-def _plain(text: str) -> str:
-    """One line of a stranger's text that Markdown shows as it is."""
-    line = " ".join(text.split())
-    return "".join(f"\\{char}" if char in "\\`*_{}[]<>|#" else char for char in line)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def main(folder: str) -> int:

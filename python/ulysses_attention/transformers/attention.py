@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,22 +69,8 @@ def attention(
             change the result and is not known here; CP041 for a window shorter than the sequence.
     """
     if ulysses is None:
-        raise RuntimeError(
-            f'[ulysses_attention.transformers] {type(module).__name__} has attn_implementation="{NAME}" and was called '
-            f"without a parallelized model around it, so it would see this rank's tokens only. Fix: call the model "
-            f"that was given to parallelize(model, group), not a part of it, before its handle.remove(); or "
-            f'model.set_attn_implementation("sdpa"). If you do call it, {type(module).__name__} is not handed the '
-            f"model's keyword arguments, and this model cannot run here"
-        )
-    unknown = [k for k, given in others.items() if given is not None and given is not False and k not in WITHOUT_EFFECT]
-    if attention_mask is not None:
-        unknown.append("attention_mask")
-    if unknown or key.shape[2] != query.shape[2]:
-        what = f"is asked for {', '.join(unknown)}" if unknown else f"has {query.shape[2]} queries, {key.shape[2]} keys"
-        raise NotImplementedError(
-            f"[ulysses_attention.transformers] {type(module).__name__} {what}, which this attention does not know. "
-            f"Fix: handle.remove() and attn_implementation='sdpa' on one process for this model"
-        )
+        raise _outside_of_a_root(module)
+    _refuse_unknown(module, query, key, attention_mask, others)
     layout = ulysses.layout
     is_shorter = sliding_window is not None and sliding_window < layout.seq_len
     out = ulysses_attention(
@@ -109,6 +95,35 @@ def attention(
         agreement=ulysses.agreement,
     )
     return out.contiguous(), None
+
+
+def _outside_of_a_root(module: torch.nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f'[ulysses_attention.transformers] {type(module).__name__} has attn_implementation="{NAME}" and was called '
+        f"without a parallelized model around it, so it would see this rank's tokens only. Fix: call the model "
+        f"that was given to parallelize(model, group), not a part of it, before its handle.remove(); or "
+        f'model.set_attn_implementation("sdpa"). If you do call it, {type(module).__name__} is not handed the '
+        f"model's keyword arguments, and this model cannot run here"
+    )
+
+
+def _refuse_unknown(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    others: Mapping[str, Any],
+) -> None:
+    """Errors: NotImplementedError for what would change the result and is not known here."""
+    unknown = [k for k, given in others.items() if given is not None and given is not False and k not in WITHOUT_EFFECT]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown or key.shape[2] != query.shape[2]:
+        what = f"is asked for {', '.join(unknown)}" if unknown else f"has {query.shape[2]} queries, {key.shape[2]} keys"
+        raise NotImplementedError(
+            f"[ulysses_attention.transformers] {type(module).__name__} {what}, which this attention does not know. "
+            f"Fix: handle.remove() and attn_implementation='sdpa' on one process for this model"
+        )
 
 
 def no_mask(use_vmap: bool = False, **_: Any) -> None:

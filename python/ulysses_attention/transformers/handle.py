@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ulysses_attention._request import resolve_group
 from ulysses_attention.layout import SequenceLayout
-from ulysses_attention.policy import UlyssesContextParallelPolicy
+from ulysses_attention.policy import EXACT, UlyssesContextParallelPolicy
 from ulysses_attention.transformers import shard
 from ulysses_attention.transformers.attention import NAME, ShardedCall
 from ulysses_attention.transformers.support import Traits, refuse_other_attention, traits_of
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MARK = "_ulysses_handle"
-EXACT = UlyssesContextParallelPolicy(require_seq_divisible=False)
 
 
 def parallelize(
@@ -113,8 +112,7 @@ class Handle:
 
     def layout_for(self, seq_len: int) -> SequenceLayout:
         """Which rank holds which of so many tokens. Errors: CP010, CP011 and others of SequenceLayout."""
-        seq_len = len(range(seq_len))  # a number: while tracing, seq_len may be a symbol, and lengths are not
-        return _layout(seq_len, self._size, EXACT if self._policy is None else self._policy)
+        return SequenceLayout(seq_len, self._size, EXACT if self._policy is None else self._policy)
 
     def gather(
         self, x: torch.Tensor, *, grad: Literal["sum", "slice"], layout: SequenceLayout | None = None
@@ -150,11 +148,6 @@ class Handle:
         arguments[NAME] = ShardedCall(self._group, layout, key_mask, self._policy, strategy, kernel, agreement)
         self._layout = layout
         return (), arguments
-
-
-@torch.compiler.assume_constant_result
-def _layout(seq_len: int, cp_size: int, policy: UlyssesContextParallelPolicy) -> SequenceLayout:
-    return SequenceLayout(seq_len, cp_size, policy)
 
 
 def refuse_generation(*args: Any, **kwargs: Any) -> Any:

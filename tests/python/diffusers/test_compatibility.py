@@ -11,6 +11,7 @@ import pytest
 
 import compat_page
 from compat_proof import WORLD, proof_of, run_family
+from ulysses_attention.doctor.markdown import Notes
 from ulysses_attention.launch import ProcessRanks
 
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
@@ -24,7 +25,7 @@ def test_the_page_says_what_the_installed_version_does(
 ) -> None:
     column = compat_page.column_of(PAGE.read_text(), library, importlib.metadata.version(library))
     cell = run_family(gloo(WORLD), proof_of(library)[1], family)
-    assert column[family] == compat_page.cell_text(cell, compat_page.Notes()).split(" [")[0], cell
+    assert column[family] == compat_page.cell_text(cell, Notes()).split(" [")[0], cell
 
 
 @pytest.mark.parametrize("library", ADAPTERS)

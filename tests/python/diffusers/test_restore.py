@@ -317,7 +317,7 @@ def test_a_processor_of_the_callers_own_keeps_its_state_and_is_restored() -> Non
     assert seen == [[27], [27]]
     models = [copy.deepcopy(model) for _ in range(2)]
     run_ranks(lambda rank, group: on_rank(group, models[rank], wanted, {}), 2)
-    # By on_rank: local only, over ranks, and restored.
+    # By on_rank: alone, local only, over ranks, and restored.
     for rank, tokens in enumerate((14, 13)):
         for block in models[rank].blocks:
-            assert block.attn1.processor.seen == [27, tokens, tokens, 27]
+            assert block.attn1.processor.seen == [27, 27, tokens, tokens, 27]

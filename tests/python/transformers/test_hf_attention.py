@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -18,7 +17,12 @@ UNKNOWN = "which this attention does not know"
 
 
 def messages(
-    world: int = 2, key_len: int = 4, policy: Any = None, strategy: str = "ulysses", **given: Any
+    world: int = 2,
+    key_len: int = 4,
+    policy: Any = None,
+    strategy: str = "ulysses",
+    attention_mask: torch.Tensor | None = None,
+    **given: Any,
 ) -> list[str]:
     """What every rank raises when a layer asks for `given`."""
 
@@ -26,7 +30,7 @@ def messages(
         call = ShardedCall(group, ua.SequenceLayout.from_lengths([4] * world), None, policy, strategy, "auto", "auto")
         q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 2, key_len, 8)
         with pytest.raises((NotImplementedError, ValueError)) as caught:
-            attention(torch.nn.Identity(), q, k, k, given.pop("attention_mask", None), ulysses=call, **given)
+            attention(torch.nn.Identity(), q, k, k, attention_mask, ulysses=call, **given)
         return str(caught.value)
 
     return ua.run_ranks(on_rank, world)
@@ -94,7 +98,7 @@ def test_models_that_count_positions_in_their_own_way_need_them_given(make: Any)
 
 def test_labels_of_a_model_with_a_loss_of_its_own_are_refused() -> None:
     def on_rank(rank: int, group: Any) -> str:
-        model = functools.partial(new_model, "llama")()
+        model = new_model("llama")
         model.loss_function = lambda **given: given["logits"].sum()
         parallelize(model, group)
         with pytest.raises(NotImplementedError) as caught:

@@ -6,6 +6,7 @@ import copy
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import transformers
 from tiny_models import SIZES, inputs_of, new_model
+from torch.distributed.device_mesh import init_device_mesh
 
 import ulysses_attention as ua
+from ulysses_attention.launch import ProcessRanks
 from ulysses_attention.transformers import parallelize
 
 llama = functools.partial(new_model, "llama")
@@ -232,13 +235,29 @@ def test_models_that_would_differ_on_shards_are_refused_at_once(make: Any, words
     assert model.config._attn_implementation == before and not model._forward_pre_hooks
 
 
-def test_only_models_of_transformers_and_one_dimensional_groups() -> None:
+def test_only_models_of_transformers_and_groups() -> None:
     def call(group: Any) -> None:
         with pytest.raises(TypeError, match=r"a Linear, not a model of transformers\. Fix: the PreTrainedModel itself"):
             parallelize(torch.nn.Linear(2, 2), group)
         parallelize(llama(), "cp")
 
     assert all("[CP063]" in text for text in refusals(2, call))
+
+
+def _over_two_dimensions(rank: int, group: Any) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    model = llama()
+    with pytest.raises(NotImplementedError) as caught:
+        parallelize(model, mesh)
+    assert not model._forward_pre_hooks
+    with parallelize(model, mesh["ulysses"]):
+        assert model(input_ids=IDS).logits.shape == (2, 7 - rank, 64)
+    return str(caught.value)
+
+
+def test_cp047_a_mesh_of_two_dimensions_is_refused(gloo: Callable[[int], ProcessRanks]) -> None:
+    for text in gloo(2).run(_over_two_dimensions):
+        assert 'the mesh is 2-D. Fix: one of its dimensions, mesh["name"]. [CP047]' in text
 
 
 @pytest.mark.parametrize(
