@@ -100,7 +100,7 @@ def test_diffusers_snippet_saves_an_image(tmp_path: Path) -> None:
     source = snippet("FluxPipeline")
     for shown, here in (
         ('"nccl"', '"gloo"'),
-        ('torch.device("cuda", dist.get_rank())', '"cpu"'),
+        ('torch.cuda.set_device(device := torch.device("cuda", dist.get_node_local_rank()))', 'device = "cpu"'),
         ("black-forest-labs/FLUX.1-dev", str(tmp_path / "model")),
         ('a horse", ', 'a horse", height=30, width=30, num_inference_steps=2, '),
         ('"flux.png"', f'"{tmp_path / "flux.png"}"'),
