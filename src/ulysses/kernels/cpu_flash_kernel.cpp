@@ -1,4 +1,3 @@
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -7,6 +6,7 @@
 #include "ulysses/kernels/cpu_flash/features.h"
 #include "ulysses/kernels/merge_lse.h"
 #include "ulysses/kernels/no_work.h"
+#include "ulysses/kernels/run_tasks.h"
 
 namespace ulysses::kernels {
 namespace {
@@ -41,23 +41,6 @@ flash::Shape shape_of(const at::Tensor& q, const at::Tensor& k, const KernelOpti
 // Memory of one call; torch aligns it to 64 bytes.
 at::Tensor words(int64_t count) { return at::empty({count}, at::TensorOptions().dtype(at::kInt)); }
 uint32_t* begin_of(const at::Tensor& words) { return static_cast<uint32_t*>(words.mutable_data_ptr()); }
-
-// One piece of scratch per thread of a step, however many tasks it takes.
-class Scratch {
- public:
-  explicit Scratch(int64_t words_each)
-      : size_((words_each + 15) / 16 * 16), words_(words(size_ * at::get_num_threads())) {}
-  uint32_t* of_this_thread() const { return begin_of(words_) + size_ * at::get_thread_num(); }
-
- private:
-  int64_t size_;
-  at::Tensor words_;
-};
-
-template <typename Step>
-void run_tasks(int64_t tasks, const Step& step) {
-  at::parallel_for(0, tasks, /*grain_size=*/1, step);
-}
 
 // Our own kernel: see cpu_flash/avx512_forward.h and avx512_backward.h. Forward and backward sum in float32; neither
 // depends on the number of threads, bit for bit, and rows of out and dq do not on how queries and heads are split.
@@ -103,9 +86,10 @@ class CpuFlashKernel final : public Kernel {
     const at::Tensor packed_k = words(sizes.packed_k), packed_v = words(sizes.packed_v);
     call.packed_k = begin_of(packed_k), call.packed_v = begin_of(packed_v);
     run_tasks(sizes.pack_tasks, [&](int64_t begin, int64_t end) { instance.pack(call, begin, end); });
-    const Scratch scratch(sizes.scratch);
-    run_tasks(sizes.tile_tasks,
-              [&](int64_t begin, int64_t end) { instance.attend(call, scratch.of_this_thread(), begin, end); });
+    run_tasks(sizes.tile_tasks, [&](int64_t begin, int64_t end) {
+      const at::Tensor scratch = words(sizes.scratch);
+      instance.attend(call, begin_of(scratch), begin, end);
+    });
     return result;
   }
 
@@ -152,9 +136,9 @@ class CpuFlashKernel final : public Kernel {
     call.dq_sums = reinterpret_cast<float*>(begin_of(dq_sums));
     run_tasks(sizes.pack_tasks, [&](int64_t begin, int64_t end) { instance.pack_backward(call, begin, end); });
     run_tasks(sizes.row_tasks, [&](int64_t begin, int64_t end) { instance.dot_rows(call, begin, end); });
-    const Scratch scratch(sizes.scratch);
     run_tasks(sizes.key_tasks, [&](int64_t begin, int64_t end) {
-      instance.attend_backward(call, scratch.of_this_thread(), begin, end);
+      const at::Tensor scratch = words(sizes.scratch);
+      instance.attend_backward(call, begin_of(scratch), begin, end);
     });
     run_tasks(sizes.finish_tasks, [&](int64_t begin, int64_t end) { instance.finish_dq(call, begin, end); });
   }
