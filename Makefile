@@ -20,7 +20,8 @@ CORE_FILES = $(shell find src/ulysses/base src/ulysses/contract src/ulysses/part
 PYTHON_DIRS = python tests examples scripts bench
 
 .PHONY: setup build demo demo-cpp doctor-cpp test test-fast lint format docs report-check peers-report clean core dev
-.PHONY: asan tsan bench-instructions bench-kernel test-diffusers test-transformers compare-diffusers compatibility
+.PHONY: asan tsan bench bench-quick bench-instructions bench-kernel
+.PHONY: test-diffusers test-transformers compare-diffusers compatibility
 
 setup:
 	@scripts/setup.sh
@@ -129,6 +130,18 @@ bench-kernel: setup
 	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target kernel_bench
 	@build/dev/bench/kernel/kernel_bench --json build/bench-kernel.json
+
+# Not part of `make test`: it installs other libraries, takes a quarter of an hour and wants the machine for itself. Exit 1
+# where its control fails; a second run measures only what is missing. BENCH_ARGS: --go-on, --fresh, --only PATTERN, ...
+BENCH = PYTHONPATH=build/dev/python:bench .venv-peers/bin/python -m contest $(BENCH_ARGS)
+
+bench: build
+	@scripts/install_peers.sh
+	@$(BENCH) --page docs/performance.md
+
+bench-quick: build
+	@scripts/install_peers.sh
+	@$(BENCH) --quick
 
 clean:
 	@rm -rf build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
