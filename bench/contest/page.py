@@ -108,7 +108,12 @@ def _section(title: str, records: Sequence[Record], reasons: _Reasons) -> list[s
     lines = [[label, *(_entry(each.get(label), reasons) for each in rows)] for label in shown]
     lines.append(["fastest of ours / of the others", *map(_lead, records)])
     lines.append(["control, second / first", *(_own_control(record) for record in records)])
-    lines.append(["rounds; others' cores", *(_rounds(each, rec) for each, rec in zip(rows, records, strict=True))])
+    lines.append(
+        [
+            "rounds; others' cores; seconds in all",
+            *(_rounds(each, rec) for each, rec in zip(rows, records, strict=True)),
+        ]
+    )
     return [f"## {title}", "", *_table(["", *map(_column, cells)], lines), ""]
 
 
@@ -146,7 +151,7 @@ def _own_control(record: Record) -> str:
 
 def _rounds(rows: Mapping[str, results.Row], record: Record) -> str:
     rounds = max((row.rounds for row in rows.values()), default=0)
-    return f"{rounds}; {record['load']['others_cores']:.2f}"
+    return f"{rounds}; {record['load']['others_cores']:.2f}; {record['seconds']:.0f}"
 
 
 def _plain(text: str) -> str:
