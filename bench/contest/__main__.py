@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     text = page.render(run)
     (folder / "performance.md").write_text(text)
     (folder / "performance.json").write_text(json.dumps(run, indent=1) + "\n")
-    picture.draw(run, folder / "performance.png")
+    (folder / "images").mkdir(exist_ok=True)
+    picture.draw(run, folder / "images" / "performance.png")
     console = Console()
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     for fault in found:
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
     if options.page:
         options.page.write_text(text)
         (options.page.parent / "images").mkdir(exist_ok=True)
-        shutil.copy(folder / "performance.png", options.page.parent / "images" / "performance.png")
+        shutil.copy(folder / "images" / "performance.png", options.page.parent / "images" / "performance.png")
     return 0
 
 

@@ -119,7 +119,8 @@ def _section(title: str, records: Sequence[Record], reasons: _Reasons) -> list[s
 
 def _column(cell: Cell) -> str:
     heads = f"H{cell.num_heads}" + (f":{cell.num_kv_heads}" if cell.num_kv_heads != cell.num_heads else "")
-    return f"W{cell.world} S{cell.seq_len} {heads} {cell.dtype}{', backward' if cell.backward else ''}"
+    words = f"W{cell.world} S{cell.seq_len} {heads} {cell.dtype}"
+    return words + (", causal" if cell.is_causal else "") + (", backward" if cell.backward else "")
 
 
 def _entry(row: results.Row | None, reasons: _Reasons) -> str:
