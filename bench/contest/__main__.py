@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     text = page.render(run)
     (folder / "performance.md").write_text(text)
     (folder / "performance.json").write_text(json.dumps(run, indent=1) + "\n")
-    picture.draw(run, folder / "performance.png")
+    (folder / "images").mkdir(exist_ok=True)
+    picture.draw(run, folder / "images" / "performance.png")
     console = Console()
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     for fault in found:
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
     if options.page:
         options.page.write_text(text)
         (options.page.parent / "images").mkdir(exist_ok=True)
-        shutil.copy(folder / "performance.png", options.page.parent / "images" / "performance.png")
+        shutil.copy(folder / "images" / "performance.png", options.page.parent / "images" / "performance.png")
     return 0
 
 
@@ -64,7 +65,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few cells, under two minutes")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cells by name, such as 'w2-s1024-*'")
     parser.add_argument("--seconds", type=float, default=3.0, help="of timed rounds for each cell (default 3)")
-    parser.add_argument("--tries", type=int, default=2, help="how often a cell is measured while its control fails")
+    parser.add_argument(
+        "--tries", type=int, default=2, help="how often a cell is measured while it has a fault, such as its control"
+    )
     parser.add_argument("--go-on", action="store_true", help="write the page and succeed though the control fails")
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where cells and results are kept")
@@ -78,8 +81,8 @@ def _chosen(sections: dict[str, list[Cell]], pattern: str) -> dict[str, list[Cel
 
 
 def _measure_all(sections: dict[str, list[Cell]], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The records of all cells by name; those of an earlier run on the same machine, with the same versions and a
-    control in range, are taken as they are."""
+    """The records of all cells by name; those of an earlier run on the same machine, with the same versions and without
+    a fault, are taken as they are."""
     cells, records = all_cells(sections), {}
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -102,7 +105,7 @@ def _record(
     if before is not None and before["machine"] != machine:
         before = None
     tries = before["tries"] if before is not None else 0
-    if before is not None and results.holds(before):
+    if before is not None and not results.faults([before]):
         return before
     least, most = (3, 10) if cell.seq_len >= LONG else (7, 200)
     limits = Limits(options.seconds, least, most, warm_up=cell.seq_len < LONG)
@@ -122,7 +125,7 @@ def _record(
         file.write_text(json.dumps(record) + "\n")
         control = results.control_of(record)
         progress.console.print(f"{cell.name}: {record['seconds']} s, control {control or float('nan'):.3f}")
-        if results.holds(record):
+        if not results.faults([record]):
             break
     return record
 

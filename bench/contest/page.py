@@ -108,13 +108,19 @@ def _section(title: str, records: Sequence[Record], reasons: _Reasons) -> list[s
     lines = [[label, *(_entry(each.get(label), reasons) for each in rows)] for label in shown]
     lines.append(["fastest of ours / of the others", *map(_lead, records)])
     lines.append(["control, second / first", *(_own_control(record) for record in records)])
-    lines.append(["rounds; others' cores", *(_rounds(each, rec) for each, rec in zip(rows, records, strict=True))])
+    lines.append(
+        [
+            "rounds; others' cores; seconds in all",
+            *(_rounds(each, rec) for each, rec in zip(rows, records, strict=True)),
+        ]
+    )
     return [f"## {title}", "", *_table(["", *map(_column, cells)], lines), ""]
 
 
 def _column(cell: Cell) -> str:
     heads = f"H{cell.num_heads}" + (f":{cell.num_kv_heads}" if cell.num_kv_heads != cell.num_heads else "")
-    return f"W{cell.world} S{cell.seq_len} {heads} {cell.dtype}{', backward' if cell.backward else ''}"
+    words = f"W{cell.world} S{cell.seq_len} {heads} {cell.dtype}"
+    return words + (", causal" if cell.is_causal else "") + (", backward" if cell.backward else "")
 
 
 def _entry(row: results.Row | None, reasons: _Reasons) -> str:
@@ -146,7 +152,7 @@ def _own_control(record: Record) -> str:
 
 def _rounds(rows: Mapping[str, results.Row], record: Record) -> str:
     rounds = max((row.rounds for row in rows.values()), default=0)
-    return f"{rounds}; {record['load']['others_cores']:.2f}"
+    return f"{rounds}; {record['load']['others_cores']:.2f}; {record['seconds']:.0f}"
 
 
 def _plain(text: str) -> str:

@@ -32,7 +32,9 @@ def draw(run: Mapping[str, Any], file: Path) -> None:
     for panel, (title, records) in zip(panels.flat, sections.items(), strict=False):
         _draw_section(panel, title, records)
     drawn = {
-        label: line for panel in panels.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: line
+        for panel in reversed(list(panels.flat))
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     names = [label for label in LABELS if label in drawn]
     figure.legend(
@@ -61,8 +63,9 @@ def _draw_section(panel: Axes, title: str, records: list[Mapping[str, Any]]) -> 
             )
     panel.axhline(1.0, color="black", linewidth=1.0, label=KERNEL)
     panel.set_yscale("log")
-    for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-        set_formatter(ticker.FormatStrFormatter("%.3g"))
+    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.3g"))
+    panel.yaxis.set_minor_formatter(ticker.NullFormatter())
     panel.set_title(title, fontsize=8)
     panel.set_xticks(places, [_name(results.cell_of(record)) for record in records], fontsize=7)
     panel.margins(x=0.1)

@@ -148,6 +148,7 @@ def test_losing_cells_stand_there_like_winning_ones() -> None:
         "| fastest of ours / of the others | 1.10, ours is slower: ulysses, cpu_flash / four all-to-alls "
         "| 0.82, ours is faster: ulysses, cpu_flash / four all-to-alls |"
     )
+    assert "; seconds in all | 3; 0.50; 3 | 3; 0.50; 3 |" in text
     assert _line(text, "control, second / first") == "| control, second / first | 1.000 | 1.000, at try 2 |"
 
 
