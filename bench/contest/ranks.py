@@ -181,12 +181,19 @@ def _prepare(entrant: Entrant, rank: int, group: Any) -> _Call:
         return _kernel_call(entrant.cell, [values[name] for name in names])
     cell = entrant.cell
     begin, count = sum(cell.lengths[:rank]), cell.lengths[rank]
-    *qkv, grad_out = (x.narrow(1, begin, count).contiguous() for x in random_inputs(cell))
+    *qkv, grad_out = _shards(cell, rank)
     attention = functools.partial(_ATTENTION[entrant.contestant.name], **_options(entrant.contestant, cell))
     wanted = [values[name].narrow(1, begin, count).clone() for name in names]
     return _Call(
         functools.partial(_attend, lambda q, k, v: attention(q, k, v, group), qkv, grad_out, cell), wanted, cell.dtype
     )
+
+
+@functools.lru_cache(maxsize=2)
+def _shards(cell: Cell, rank: int) -> list[Tensor]:
+    """The same memory for every contestant, so that where it lies makes no difference."""
+    begin, count = sum(cell.lengths[:rank]), cell.lengths[rank]
+    return [x.narrow(1, begin, count).contiguous() for x in random_inputs(cell)]
 
 
 def _options(contestant: Contestant, cell: Cell) -> dict[str, Any]:
