@@ -128,13 +128,41 @@ def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
     }
 
 
-def auraflow() -> torch.nn.Module:
+def auraflow() -> tuple[torch.nn.Module, dict[str, Any]]:
     from diffusers import AuraFlowTransformer2DModel
 
-    return AuraFlowTransformer2DModel(
+    model = AuraFlowTransformer2DModel(
         sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
         joint_attention_dim=8, caption_projection_dim=48, pos_embed_max_size=64, **HEADS,
     )  # fmt: skip
+    return wake(model), {
+        "hidden_states": noise(2, 4, 6, 10),
+        "encoder_hidden_states": noise(2, 7, 8, seed=1),
+        "timestep": torch.tensor([0.5, 0.7]),
+    }
+
+
+def mochi() -> torch.nn.Module:
+    from diffusers import MochiTransformer3DModel
+
+    return MochiTransformer3DModel(
+        patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
+        in_channels=4, text_embed_dim=8, time_embed_dim=8, max_sequence_length=16,
+    )  # fmt: skip
+
+
+class BareAttention(torch.nn.Module):
+    """Attention without a processor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+
+def with_bare_attention() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The attention over the video of the second block cannot be exchanged."""
+    model, inputs = own()
+    model.blocks[1].attn1 = BareAttention()  # type: ignore[index,union-attr]
+    return model, inputs
 
 
 def hidream() -> torch.nn.Module:

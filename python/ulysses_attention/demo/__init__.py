@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     console = Console()
     if importlib.util.find_spec("matplotlib") is None:
-        console.print('The demo draws a picture with matplotlib. Fix: pip install "ulysses-attention\\[demo]"')
+        console.print("The demo draws a picture with matplotlib. Fix: pip install matplotlib")
         return 2
     settings = Settings(seed=options.seed, steps=options.steps)
     ranks = "threads of one process" if options.threads else "Gloo processes"

@@ -139,10 +139,11 @@ class UlyssesAttnProcessor(UlyssesAttentionProcessor):
         is_whole = [streams.layout(stream) is None for stream in attends.q]
         in_front = is_whole[0]
         if attends.kv is not None or sorted(is_whole, reverse=in_front) != is_whole:
+            fewest = min(streams.tokens(s) for s in attends.q)
             raise NotImplementedError(
                 f"[parallelize] streams shorter than cp_size={streams.cp_size} are whole on every rank, and an "
                 f"attention of {attends.q} to {attends.kv or attends.q} does not offer that. "
-                f"Fix: a group of at most {min(streams.tokens(s) for s in attends.q)} ranks, or `may_be_empty`."
+                f"Fix: a group of at most {fewest} rank{'s' * (fewest != 1)}, or `may_be_empty`."
             )
         own = [stream for stream, whole in zip(attends.q, is_whole, strict=True) if not whole]
         tokens = sum(streams.tokens(s) for s, whole in zip(attends.q, is_whole, strict=True) if whole)

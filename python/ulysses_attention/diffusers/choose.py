@@ -35,11 +35,19 @@ def plan_for(model: torch.nn.Module) -> ShardingPlan:
     if getattr(model, "_cp_plan", None):
         return own_plan(model)
     why = f" ({UNSUPPORTED[name]})" if name in UNSUPPORTED else ""
-    raise NotImplementedError(
+    unknown = (
         f"[parallelize] no plan is known for {name}{why}. Known: {', '.join(sorted(FAMILIES))}, and models with a "
         f"context parallel plan of their own.\n"
-        f"Fix: say how it is cut and pass plan=plan; then compare: verify(model, inputs, group, plan=plan). From its "
-        f"modules, to be checked against its forward:\n\n{template(model)}"
+    )
+    draft = template(model)
+    if not draft:
+        raise NotImplementedError(
+            f"{unknown}No attention with a processor that can be set was found in {name}, so no plan can be written "
+            f"for it. Fix: a model with a list of blocks whose attentions have set_processor."
+        )
+    raise NotImplementedError(
+        f"{unknown}Fix: say how it is cut and pass plan=plan; then compare: verify(model, inputs, group, plan=plan). "
+        f"From its modules, to be checked against its forward:\n\n{draft}"
     )
 
 

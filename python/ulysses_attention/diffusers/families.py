@@ -112,7 +112,7 @@ def _audio_rotation(rotation: tuple[torch.Tensor, ...], streams: Streams) -> tup
     if rotation[0].dim() == 4 and tokens < streams.cp_size:
         raise ValueError(
             f"[parallelize] rope_type='split' does not rotate on a rank without audio, and {tokens} audio tokens are "
-            f"fewer than cp_size={streams.cp_size}. Fix: a group of at most {tokens} ranks."
+            f"fewer than cp_size={streams.cp_size}. Fix: a group of at most {tokens} rank{'s' * (tokens != 1)}."
         )
     return tuple(streams.shard(x, Shard(-2, "audio")) for x in rotation)
 
@@ -224,7 +224,7 @@ COGVIDEOX = ShardingPlan(
 )
 SD3 = ShardingPlan(
     inputs={"": {"block_controlnet_hidden_states?": IMAGE}, "transformer_blocks.0": BOTH},
-    attention={"**.attn": IMAGE_TEXT, "**.attn2": Attend(("image",))},
+    attention={"**.attn": IMAGE_TEXT, "**.attn2?": Attend(("image",))},
     gather={"proj_out": Gather(1, "image")},
 )
 
@@ -247,7 +247,7 @@ FAMILIES: dict[str, ShardingPlan] = {
 
 #: What is known not to come out right, and why.
 UNSUPPORTED: dict[str, str] = {
-    "AuraFlowTransformer2DModel": "it puts register tokens in front of the text inside its forward",
+    "AuraFlowTransformer2DModel": "register tokens stand in front of the text; the draft below cuts them with it",
     "HiDreamImageTransformer2DModel": "it puts other text tokens into every block and cuts them off again by length",
     "SanaTransformer2DModel": "its attention is linear, a sum over tokens in the processor, and its feed-forward a "
     "convolution over neighbouring tokens; no attention call says which",

@@ -15,7 +15,7 @@ from ulysses_attention.diffusers import border
 from ulysses_attention.diffusers.attention_processor_ulysses import UlyssesAttnProcessor, ulysses_processor
 from ulysses_attention.diffusers.caches import check_cache, check_not_cut_by_diffusers
 from ulysses_attention.diffusers.choose import plan_for
-from ulysses_attention.diffusers.plan import ShardingPlan, attention_modules
+from ulysses_attention.diffusers.plan import ShardingPlan, attention_modules, check_attentions
 from ulysses_attention.diffusers.streams import Streams
 from ulysses_attention.policy import UlyssesContextParallelPolicy
 
@@ -85,6 +85,7 @@ class _Parallelized:
         setattr(model, _MARK, self)
 
     def _set_processors(self, options: Mapping[str, Any]) -> None:
+        check_attentions(self.model, self.plan)
         made: list[tuple[Any, Any, UlyssesAttnProcessor]] = []
         for path, module in attention_modules(self.model):
             attends = self.plan.attend(path)

@@ -20,6 +20,7 @@ __all__ = [
     "Shard",
     "ShardingPlan",
     "attention_modules",
+    "check_attentions",
     "find",
     "is_cross",
     "matches",
@@ -85,6 +86,12 @@ class Attend:
     mask: Literal["keys", "outer"] = "keys"
     repeats_kv: bool = False
 
+    def __post_init__(self) -> None:
+        for name, streams in (("q", self.q), ("kv", self.kv)):
+            if isinstance(streams, str):
+                fix = f'Attend(("{streams}",))' if name == "q" else f'kv=("{streams}",)'
+                raise TypeError(f"[Attend] {name}={streams!r} is a string, not a tuple of streams. Fix: {fix}.")
+
 
 Rule = Shard | Segments | Compute
 LOCAL: Final = "local"
@@ -101,7 +108,8 @@ class ShardingPlan:
     outputs:   module -> rule for its output, or a tuple of rules for a tuple, None where an item stays.
     gather:    module -> Gather, applied to its output.
     attention: attention module -> Attend, or "local" where it needs no tokens of other ranks (cross-attention to text
-               that every rank holds). The first name that fits counts; one that fits none is an error.
+               that every rank holds). The first name that fits counts. An attention that no name fits is an error, and
+               so is a name, unless it ends in `?`, under which stands no attention whose processor can be set.
     replicate: streams that every rank holds whole where they have fewer tokens than there are ranks.
     may_be_empty: streams of which a rank may hold nothing.
     check:     check(model, arguments) -> why a call cannot be right, or "".
@@ -130,6 +138,43 @@ def attention_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
         for path, module in model.named_modules()
         if getattr(module, "processor", None) is not None and hasattr(module, "set_processor")
     ]
+
+
+def check_attentions(model: torch.nn.Module, plan: ShardingPlan) -> None:
+    """Errors: ValueError for an attention that would keep its processor, and so see the tokens of its own rank only."""
+    settable = [path for path, _ in attention_modules(model)]
+    fixed = {
+        path: type(module).__name__
+        for path, module in model.named_modules()
+        if getattr(module, "processor", None) is not None and path not in settable
+    }
+    names = ", ".join(dict.fromkeys(f"**.{path.rsplit('.', 1)[-1]}" for path in settable))
+    choice = f"one of the attentions that can be set ({names})" if names else "a model whose attentions can be set"
+    alone = "so it would see the tokens of its own rank only"
+    for pattern, attends in plan.attention.items():
+        meant = [path for path, _ in model.named_modules() if matches(pattern.removesuffix("?"), path)]
+        able = {*settable, *fixed} if attends == LOCAL else {*settable}
+        if pattern.endswith("?") or able.intersection(meant):
+            continue
+        kinds = dict(model.named_modules())
+        first = next((path for path in meant if path in fixed), meant[0] if meant else None)
+        what = "none has that name" if first is None else f"{first} is a {type(kinds[first]).__name__}"
+        raise ValueError(
+            f"[parallelize] the plan names the attention {pattern!r}, but no module there has a processor that can be "
+            f"set ({what}), {alone}. Fix: {choice}, or {pattern + '?'!r} if it may be missing."
+        )
+    for path, kind in fixed.items():
+        if plan.attend(path) != LOCAL:
+            raise ValueError(
+                f"[parallelize] {path!r} is a {kind}, which has a processor that cannot be set, {alone}. "
+                f'Fix: a model whose attentions have set_processor, or attention={{"{path}": "local"}} if it needs no '
+                f"tokens of other ranks."
+            )
+    if not settable:
+        raise ValueError(
+            f"[parallelize] {type(model).__name__} has no attention with a processor that can be set, {alone}. "
+            f"Fix: a model whose attentions have set_processor."
+        )
 
 
 def is_cross(path: str, module: torch.nn.Module) -> bool:

@@ -82,7 +82,7 @@ class Streams:
             if stream not in self._plan.replicate:
                 raise ValueError(
                     f"[parallelize] the stream {stream!r} has {tokens} tokens, fewer than cp_size={self.cp_size}. "
-                    f"Fix: a group of at most {tokens} ranks, or name it in the plan's `replicate`."
+                    f"Fix: a group of at most {tokens} rank{'s' * (tokens != 1)}, or name it in the plan's `replicate`."
                 )
         else:
             layout = SequenceLayout(tokens, self.cp_size, self.policy)

@@ -13,12 +13,21 @@ __all__ = ["template"]
 ROTARY = ("rope", "pos_embed", "rotary", "rotary_emb")
 
 
-def _first_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.Module]:
+def _first_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
     """The first list of blocks that attend, and its first block."""
     for path, module in model.named_children():
         if isinstance(module, torch.nn.ModuleList) and len(module) and attention_modules(module):
             return f"{path}.0", module[0]
-    return "blocks.0", torch.nn.Identity()
+    return None
+
+
+def _has_convolutions(model: torch.nn.Module) -> bool:
+    """Whether there are convolutions beside those that make patches, which step by their own size."""
+    return any(
+        module.kernel_size != module.stride
+        for module in model.modules()
+        if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d))
+    )
 
 
 def _attention_lines(model: torch.nn.Module, streams: str) -> list[str]:
@@ -30,12 +39,15 @@ def _attention_lines(model: torch.nn.Module, streams: str) -> list[str]:
             lines.setdefault(name, f'        "**.{name}": "local",  # keys and values are text that every rank holds')
         else:
             lines.setdefault(name, f'        "**.{name}": Attend(({streams})),')
-    return list(lines.values()) or ['        "**.attn": Attend(("image",)),']
+    return list(lines.values())
 
 
 def template(model: torch.nn.Module) -> str:
-    """The plan as Python text."""
-    path, block = _first_blocks(model)
+    """The plan as Python text; "" where no list of blocks has an attention whose processor can be set."""
+    found = _first_blocks(model)
+    if found is None:
+        return ""
+    path, block = found
     parameters = inspect.signature(block.forward).parameters
     tokens = next((name for name in parameters if name in ("hidden_states", "x", "img")), "hidden_states")
     cross = any(is_cross(name, child) for name, child in block.named_children())
@@ -54,4 +66,6 @@ def template(model: torch.nn.Module) -> str:
     lines += [f'    outputs={{"{name}": Shard(-2, "image")}},  # the dim of its tokens' for name in rotary[:1]]
     lines += ["    attention={", *_attention_lines(model, '"text", "image"' if joint else '"image",'), "    },"]
     lines += [f'    gather={{"{last[0]}": Gather(1, "image")}},  # where the output is whole again', ")"]
+    if _has_convolutions(model):
+        lines.insert(2, "# it has convolutions: if they mix neighbouring tokens, it cannot be cut in this way")
     return "\n".join(lines) + "\n"

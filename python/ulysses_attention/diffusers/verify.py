@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from ulysses_attention._request import resolve_group
 from ulysses_attention.check import check_same
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["Verification", "verify"]
 
 SHOWN = 10  # wrong gradients in the text
-Shapes = dict[tuple[str, str], tuple[int, ...]]  # (module, argument) -> shape of a tensor
+NONE_SEEN = (
+    "No tensor of full length was seen in the modules' arguments. Look at: which dim each Shard cuts, what the failing "
+    'attention attends to ("local" for text that every rank holds), and whether the last Linear is in gather.'
+)
+Shapes = dict[tuple[str, str], tuple[int, ...]]  # (module, argument or a place in it) -> shape of a tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +79,9 @@ def _shapes_of_inputs(model: torch.nn.Module) -> Iterator[Shapes]:
 
         def note(_: Any, args: Any, kwargs: Any, path: str = path, names: list[str] = names) -> None:
             for name, value in [*zip(names, args), *kwargs.items()]:  # noqa: B905
-                if isinstance(value, torch.Tensor):
-                    shapes[path, name] = tuple(value.shape)
+                for inside, x in tree_flatten_with_path(value)[0]:  # also in tuples, lists and dictionaries
+                    if isinstance(x, torch.Tensor):
+                        shapes[path, name + keystr(inside)] = tuple(x.shape)
 
         hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -168,10 +173,10 @@ def _compare(
         try:
             own_outputs, own_gradients = _run(model, inputs)
         except Exception as error:
-            whole = ", ".join(_left_whole(before, after, handle)) or "none was seen"
+            whole = ", ".join(_left_whole(before, after, handle))
+            advice = f"Tensors of full length beside sharded ones: {whole}. Fix: a Shard for each in the plan."
             raise RuntimeError(
-                f"[verify] the parallelized {type(model).__name__} failed: {error}\n"
-                f"Tensors of full length beside sharded ones: {whole}. Fix: a Shard for each in the plan."
+                f"[verify] the parallelized {type(model).__name__} failed: {error}\n{advice if whole else NONE_SEEN}"
             ) from error
         left_whole = _left_whole(before, after, handle)
     errors = {}

@@ -37,8 +37,7 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     raise ModuleNotFoundError(
-        "[ulysses_attention.transformers] transformers is not installed. "
-        "Fix: pip install 'ulysses-attention[transformers]'",
+        "[ulysses_attention.transformers] transformers is not installed. Fix: pip install 'transformers>=5,<6'",
         name="transformers",
     ) from None
 

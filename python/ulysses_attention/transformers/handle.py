@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MARK = "_ulysses_handle"
+WHERE = "ulysses_attention.transformers"  # what a call refuses; parallelize has its own name
 
 
 def parallelize(
@@ -75,7 +76,7 @@ class Handle:
         try:
             for part in model.modules():
                 if isinstance(part, PreTrainedModel):
-                    refuse_other_attention(part, NAME)
+                    refuse_other_attention(part, NAME, "parallelize")
         except RuntimeError:
             model.set_attn_implementation(self._attention_before)
             raise
@@ -107,7 +108,7 @@ class Handle:
     def layout(self) -> SequenceLayout:
         """Which rank holds which tokens of the last forward. Errors: RuntimeError before the first."""
         if self._layout is None:
-            raise RuntimeError("[Handle.layout] the model was not called yet. Fix: call it, or layout_for(seq_len)")
+            raise RuntimeError(f"[{WHERE}] the model was not called yet. Fix: call it, or layout_for(seq_len)")
         return self._layout
 
     def layout_for(self, seq_len: int) -> SequenceLayout:
@@ -128,8 +129,8 @@ class Handle:
     def _shard(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's forward pre-hook: from the whole input to this rank's part, and what the whole says beside it."""
         if self._model is None:
-            raise RuntimeError("[Handle] this copy's handle was removed. Fix: parallelize the model that is called")
-        refuse_other_attention(model, NAME)
+            raise RuntimeError(f"[{WHERE}] this copy's handle was removed. Fix: parallelize the model that is called")
+        refuse_other_attention(model, NAME, WHERE)
         arguments = shard.named_arguments(self._traits.parameters, args, kwargs)
         shard.refuse_unknown(arguments)
         tokens = shard.tokens_of(arguments)
@@ -152,4 +153,4 @@ class Handle:
 
 def refuse_generation(*args: Any, **kwargs: Any) -> Any:
     """Stands in for generate() of a parallelized model."""
-    raise NotImplementedError(f"[ulysses_attention.transformers] generate() is called. Fix: {shard.CACHE_FIX}")
+    raise NotImplementedError(f"[{WHERE}] generate() is called. Fix: {shard.CACHE_FIX}")

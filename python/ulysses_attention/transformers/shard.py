@@ -18,7 +18,7 @@ SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labe
 # Passed on as they are.
 PASSED = frozenset({"num_items_in_batch", "output_hidden_states", "return_dict", "is_causal"})
 CACHES = frozenset({"cache", "past_key_values", "past_key_value", "use_cache"})
-CACHE_FIX = "generation is out of scope: use_cache=False and no cache, or handle.remove() and generate on one process"
+CACHE_FIX = "handle.remove(), then generate on one process; inside training no cache (use_cache=False)"
 
 
 def _refused(what: str, fix: str) -> NotImplementedError:
@@ -45,7 +45,7 @@ def refuse_unknown(arguments: Arguments) -> None:
             raise _refused(f"{name} is given", CACHE_FIX)
         fix = f"leave it out; known are {', '.join((*SHARDED, *sorted(PASSED)))}"
         if name == "logits_to_keep":
-            fix = "leave it out and take rows of handle.gather(logits); generation is out of scope"
+            fix = "leave it out and take rows of handle.gather(logits)"
         raise _refused(f"{name} is given, and on a part of the tokens it would mean something else", fix)
 
 
@@ -114,7 +114,7 @@ def refuse_length(layout: SequenceLayout, traits: Traits, *, training: bool) -> 
         raise _invalid(
             f"seq_len={seq_len} leaves {layout.padded_lengths.count(0)} of {layout.cp_size} ranks without a token, and "
             f"models fail on none",
-            f"at least {layout.cp_size} tokens, at most {seq_len} ranks, or policy="
+            f"at least {layout.cp_size} tokens, at most {seq_len} rank{'s' * (seq_len != 1)}, or policy="
             f"UlyssesContextParallelPolicy(pad_multiple=1)",
         )
     if traits.window is not None and traits.window < seq_len and _C.capabilities("ulysses")["window"]:

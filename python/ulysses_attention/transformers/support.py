@@ -79,7 +79,10 @@ def traits_of(model: PreTrainedModel) -> Traits:
         raise _refuse(model, f"is made of {', '.join(config.sub_configs)}", "its text model alone")
     is_per_token = type(model).__name__.endswith(PER_TOKEN) or model.base_model is model
     if not is_per_token or getattr(model, "pooler", None) is not None:
-        fix = "the ...ForCausalLM or ...Model class, handle.gather(hidden_states), and the head on what it returns"
+        fix = (
+            "a causal language model (...ForCausalLM), or a ...Model without a pooling head (add_pooling_layer=False) "
+            "and your head on handle.gather(hidden_states)"
+        )
         raise _refuse(model, "has a head that pools over the sequence, or one that is not known here", fix)
     types = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     # Recurrent and state-space layers have convolutions over the sequence, also where the config names no layer types.
@@ -93,6 +96,12 @@ def traits_of(model: PreTrainedModel) -> Traits:
     if "position_ids" not in parameters:
         raise _refuse(
             model, "takes no position_ids, so every rank would count from 0", "a model whose forward takes them"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise _refuse(
+            model,
+            "adds a loss of its routers (output_router_logits=True), which does not sum over the ranks",
+            "output_router_logits=False in its config",
         )
     rotary = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     dropouts = (
@@ -108,11 +117,11 @@ def traits_of(model: PreTrainedModel) -> Traits:
     )
 
 
-def refuse_other_attention(model: PreTrainedModel, name: str) -> None:
+def refuse_other_attention(model: PreTrainedModel, name: str, refused_by: str) -> None:
     """Errors: where a model did not take the attention implementation, or lost it again."""
     if model.config._attn_implementation != name:
         raise RuntimeError(
-            f"[ulysses_attention.transformers] {type(model).__name__} attends by "
+            f"[{refused_by}] {type(model).__name__} attends by "
             f'"{model.config._attn_implementation}", so it would see this rank\'s tokens only. Fix: '
             f"handle.remove() before set_attn_implementation, and one config for each parallelized model"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import own_models
 from same_model import (
     assert_output,
     call,
@@ -83,6 +84,54 @@ def test_a_forward_that_fails_leaves_the_model_usable() -> None:
     run_ranks(check, 2)
 
 
+MOCHI: dict[str, tuple[dict[str, Any], str]] = {
+    "named": (
+        {"**.attn1": Attend(("image",))},
+        r"'\*\*\.attn1', but .*\(transformer_blocks\.0\.attn1 is a MochiAtt.*Fix",
+    ),
+    "named, may be missing": (
+        {"**.attn1?": Attend(("image",))},
+        "'transformer_blocks.0.attn1' is a MochiAttention, wh",
+    ),
+    "not named": ({}, "'transformer_blocks.0.attn1' is a MochiAttention, which has a processor that cannot be set"),
+    "local": ({"**.attn1": "local"}, "MochiTransformer3DModel has no attention with a processor that can be set, so"),
+}
+
+
+@pytest.mark.parametrize("name", MOCHI)
+def test_attention_whose_processor_cannot_be_set_is_refused(name: str) -> None:
+    attention, text = MOCHI[name]
+    model = own_models.mochi()
+    plan = ShardingPlan(attention=attention, gather={"proj_out": Gather(1, "image")})
+
+    def check(group: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            parallelize(model, group, plan=plan)
+
+    _alone(check)
+    assert hooks_of(model) == 0 and not hasattr(model, "_ulysses_handle")
+
+
+def test_attention_without_a_processor_is_refused_where_the_plan_names_it() -> None:
+    model, _ = own_models.with_bare_attention()
+    before = processors_of(model)
+    attention: dict[str, Any] = {"blocks.1.attn1": Attend(("image",)), "**": "local"}
+    plan = ShardingPlan(attention=attention, gather={"proj_out": Gather(1, "image")})
+
+    def check(group: Any) -> None:
+        with pytest.raises(ValueError, match=r"'blocks\.1\.attn1'.*\(blocks\.1\.attn1 is a BareAttention\)"):
+            parallelize(model, group, plan=plan)
+
+    _alone(check)
+    assert hooks_of(model) == 0 and processors_of(model) == before
+
+
+def test_names_that_an_earlier_one_took_or_that_may_be_missing_are_accepted() -> None:
+    attention: dict[str, Any] = {"**": Attend(("image",)), "**.attn2": "local", "**.attn3?": "local"}
+    plan = ShardingPlan(attention=attention, gather={"proj_out": Gather(1, "image")})
+    _alone(lambda group: parallelize(_model("wan"), group, plan=plan).remove())
+
+
 IMAGE = Shard(1, "image")
 NO_MODULE = r"which WanTransformer3DModel does not have. Fix: one of its modules .*proj_out"
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
@@ -92,6 +141,12 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "argument": ({"inputs": {"blocks.0": {"x": IMAGE}}}, r"argument 'x' of 'blocks.0'.*Fix: one of hidden_s.*'x\?'"),
     "root": ({"inputs": {"": {"x": IMAGE}}}, r"argument 'x' of 'the model'.*Fix: one of hidden_states"),
     "attention": ({"attention": {"**.attn1": Attend(("image",))}}, r"'blocks\.0\.attn2' attends to.*Fix: attention={"),
+    "slip": (
+        {"attention": {"**.attn3": "local", "**": Attend(("image",))}},
+        r"attention '\*\*\.attn3', but no module there has a processor that can be set \(none has that name\), "
+        r"so it would see the tokens of its own rank only\. Fix: one of the attentions that can be set "
+        r"\(\*\*\.attn1, \*\*\.attn2\), or '\*\*\.attn3\?' if",
+    ),
 }
 
 

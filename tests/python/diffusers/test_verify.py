@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 
 import own_models
+from families import wake
 from same_model import call_without_gradient, family, hooks_of, processors_of
 from ulysses_attention import run_ranks
 from ulysses_attention.diffusers import (
@@ -126,6 +128,40 @@ def test_a_tensor_that_the_plan_does_not_list_is_named() -> None:
         assert result.ok and not result.left_whole, str(result)
 
 
+class NestedBlock(own_models.Block):
+    """Takes what has a number for each token in a dictionary of lists."""
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, strength: Any = None) -> torch.Tensor:
+        return super().forward(hidden_states, text, strength["of"][0])
+
+
+class Nested(own_models.OwnTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(NestedBlock() for _ in range(2))
+
+    def forward(self, hidden_states: Any, encoder_hidden_states: Any, strength: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, encoder_hidden_states, {"of": [strength]})  # type: ignore[arg-type]
+
+
+def test_a_tensor_inside_of_others_is_named() -> None:
+    def nested() -> tuple[torch.nn.Module, dict[str, Any]]:
+        return wake(Nested()), own_models.own_with_strength()[1]
+
+    for error in _own(nested, OWN_PLAN):
+        assert "beside sharded ones: blocks.0: strength['of'][0] [2, 13]. Fix: a Shard for each" in str(error)
+
+
+def test_where_no_tensor_is_left_whole_the_error_says_where_to_look() -> None:
+    plan = dataclasses.replace(OWN_PLAN, attention={"**": Attend(("image",))})  # as many keys as text, 5, in attn2
+    for error in _own(own_models.own, plan):
+        assert isinstance(error, RuntimeError)
+        assert "No tensor of full length was seen in the modules' arguments. Look at: which dim each Shard" in str(
+            error
+        )
+        assert "a Shard for each" not in str(error)
+
+
 @pytest.mark.parametrize("what", ["hidden_states", "weight"])
 def test_ranks_that_hold_different_things_are_named(what: str) -> None:
     def change(rank: int, model: Any, inputs: dict[str, Any]) -> None:
@@ -233,6 +269,7 @@ class TwoOutputs(torch.nn.Module):
         super().__init__()
         self.proj = torch.nn.Linear(4, 4).requires_grad_(False)
         self.scale = torch.nn.Parameter(torch.ones(()))
+        self.unused = Attention(query_dim=4, heads=1, dim_head=4)  # a plan is for models with attention
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first = self.proj(x) * self.scale
@@ -241,7 +278,9 @@ class TwoOutputs(torch.nn.Module):
 
 def test_an_output_that_is_no_number_is_found_behind_one_that_is_right() -> None:
     plan = ShardingPlan(
-        inputs={"proj": {"input": Shard(1, "image")}}, attention={}, gather={"proj": Gather(1, "image", grad="sum")}
+        inputs={"proj": {"input": Shard(1, "image")}},
+        attention={"unused": "local"},
+        gather={"proj": Gather(1, "image", grad="sum")},
     )
     model, x = TwoOutputs(), torch.ones(2, 6, 4)
     for result in run_ranks(lambda rank, group: verify(copy.deepcopy(model), {"x": x}, group, plan=plan), 2):
