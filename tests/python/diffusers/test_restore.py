@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 
 import own_models
 from same_model import (
@@ -130,6 +131,15 @@ def test_names_that_an_earlier_one_took_or_that_may_be_missing_are_accepted() ->
     attention: dict[str, Any] = {"**": Attend(("image",)), "**.attn2": "local", "**.attn3?": "local"}
     plan = ShardingPlan(attention=attention, gather={"proj_out": Gather(1, "image")})
     _alone(lambda group: parallelize(_model("wan"), group, plan=plan).remove())
+
+
+def test_sd3_without_a_second_attention_is_accepted() -> None:
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=8, caption_projection_dim=16, pooled_projection_dim=8,
+    )  # fmt: skip
+    assert not any(path.endswith("attn2") for path in processors_of(model))
+    _alone(lambda group: parallelize(model, group).remove())
 
 
 IMAGE = Shard(1, "image")
