@@ -1,4 +1,7 @@
 #include <array>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "ulysses/base/text.h"
 #include "ulysses/kernels/builtin_kernels.h"
@@ -25,22 +28,33 @@ const Kernel* find_kernel(std::string_view name) {
   return nullptr;
 }
 
+namespace {
+
+std::string not_known(std::string_view name, std::span<const Kernel* const> kernels) {
+  std::vector<std::string_view> names;
+  for (const Kernel* kernel : kernels) names.push_back(kernel->name());
+  return base::cat("no kernel is named ", name, "; known: auto, ", base::join(names));
+}
+
+std::string sentence(const std::vector<std::pair<std::string_view, std::string>>& reasons) {
+  std::vector<std::string> texts;
+  for (const auto& [kernel, reason] : reasons) texts.push_back(base::cat(kernel, " ", reason));
+  return base::join(texts, "; ");
+}
+
+}  // namespace
+
 const Kernel* select_kernel(std::string_view name, const KernelNeed& need, std::span<const Kernel* const> kernels,
                             std::string* why) {
-  std::vector<std::string> reasons;
-  std::vector<std::string_view> names;
+  std::vector<std::pair<std::string_view, std::string>> reasons;  // put into words only where no kernel serves
   for (const Kernel* kernel : kernels) {
-    names.push_back(kernel->name());
     if (name != "auto" && name != kernel->name()) continue;
     std::optional<std::string> refusal = kernel->refusal(need);
     if (!refusal && name == "auto") refusal = kernel->auto_refusal(need);
     if (!refusal) return kernel;
-    reasons.push_back(base::cat(kernel->name(), " ", *refusal));
+    reasons.emplace_back(kernel->name(), *std::move(refusal));
   }
-  if (why != nullptr) {
-    *why = reasons.empty() ? base::cat("no kernel is named ", name, "; known: auto, ", base::join(names))
-                           : base::join(reasons, "; ");
-  }
+  if (why != nullptr) *why = reasons.empty() ? not_known(name, kernels) : sentence(reasons);
   return nullptr;
 }
 
