@@ -43,8 +43,7 @@ at::Tensor no_seed(const at::Tensor& like, at::IntArrayRef sizes, at::ScalarType
 
 std::optional<std::string> refuse_device(const KernelNeed& need) {
   if (need.device == "cuda") return std::nullopt;
-  // Asked in every call on a CPU, before the kernel that serves it: no stream for a text that nobody reads.
-  return std::string("runs on device cuda, not ").append(need.device);
+  return cat("runs on device cuda, not ", need.device);
 }
 
 std::optional<std::string> refuse_mask_and_softcap(const KernelNeed& need) {

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
+#include <utility>
 
 #include "ulysses/base/error.h"
 #include "ulysses/contract/fingerprint.h"
@@ -70,8 +71,11 @@ AttentionSpec describe(const strategy::Qkv& qkv, const CallTensors& extras, cons
   spec.cp_rank = group.rank();
   spec.cp_size = group.size();
   for (const kernels::Kernel* kernel : kernels::all_kernels()) spec.known_kernels.emplace_back(kernel->name());
-  if (&backend == &kernel_processor() && kernels::find_kernel(kernels::requested_kernel(spec.kernel)) != nullptr)
-    spec.kernel = kernels::requested_kernel(spec.kernel);  // compared across the ranks like a name that was passed
+  if (&backend == &kernel_processor()) {
+    std::string requested = kernels::requested_kernel(spec.kernel);
+    if (kernels::find_kernel(requested) != nullptr)
+      spec.kernel = std::move(requested);  // compared across the ranks like a name that was passed
+  }
   spec.known_backends = backend_names();
   spec.backend_supports = backend.supports();
   return spec;
