@@ -243,7 +243,7 @@ BackwardSizes backward_sizes(const Shape& shape) {
           kv_heads * key_words<T>(shape) * shape.head_dim,
           parts * heads * to_lanes(shape.q_len) * shape.head_dim,
           GradScratch<T>::words(shape),
-          kv_heads * divide_up(shape.kv_len, kPieceKeys),
+          num_key_pieces(shape),
           heads * shape.q_len,
           kv_heads * parts,
           heads * num_query_tiles(shape.q_len)};
@@ -252,11 +252,8 @@ BackwardSizes backward_sizes(const Shape& shape) {
 template <Type T>
 void pack_backward(const BackwardCall& call, int64_t begin, int64_t end) {
   const Shape& shape = call.shape;
-  const int64_t pieces = divide_up(shape.kv_len, kPieceKeys);
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t kv_head = task / pieces, first = task % pieces * kPieceKeys;
-    const int64_t last = lesser(first + kPieceKeys, shape.kv_len);
-    const int64_t batch = kv_head / shape.kv_heads, head = kv_head % shape.kv_heads;
+    const auto [kv_head, batch, head, first, last] = key_piece(shape, task);
     const int64_t rows = kv_head * packed_row_words<T>(shape);
     pack_key_rows<T>(call.packed_k + rows, shape, call.k, batch, head, first, last);
     pack_key_rows<T>(call.packed_v + rows, shape, call.v, batch, head, first, last);

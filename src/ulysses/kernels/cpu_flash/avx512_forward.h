@@ -189,18 +189,15 @@ template <Type T>
 ForwardSizes forward_sizes(const Shape& shape) {
   const int64_t kv_heads = shape.batch * shape.kv_heads;
   return {kv_heads * packed_row_words<T>(shape), kv_heads * key_words<T>(shape) * shape.head_dim,
-          forward_scratch_words<T>(shape), kv_heads * divide_up(shape.kv_len, kPieceKeys),
+          forward_scratch_words<T>(shape), num_key_pieces(shape),
           shape.batch * shape.heads * num_query_tiles(shape.q_len)};
 }
 
 template <Type T>
 void pack(const ForwardCall& call, int64_t begin, int64_t end) {
   const Shape& shape = call.shape;
-  const int64_t pieces = divide_up(shape.kv_len, kPieceKeys);
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t kv_head = task / pieces, first = task % pieces * kPieceKeys;
-    const int64_t last = lesser(first + kPieceKeys, shape.kv_len);
-    const int64_t batch = kv_head / shape.kv_heads, head = kv_head % shape.kv_heads;
+    const auto [kv_head, batch, head, first, last] = key_piece(shape, task);
     pack_key_rows<T>(call.packed_k + kv_head * packed_row_words<T>(shape), shape, call.k, batch, head, first, last);
     pack_key_columns<T>(call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.v, batch, head,
                         first, last);

@@ -50,6 +50,19 @@ ULYSSES_INLINE int64_t key_words(const Shape& shape) {  // a row of packed colum
   return to_lanes(words_of<T>(shape.kv_len));
 }
 
+// One packing task: keys [first, last) of a KV head, which is the kv_head-th of the whole batch.
+struct KeyPiece {
+  int64_t kv_head, batch, head, first, last;
+};
+ULYSSES_INLINE int64_t num_key_pieces(const Shape& shape) {
+  return shape.batch * shape.kv_heads * divide_up(shape.kv_len, kPieceKeys);
+}
+ULYSSES_INLINE KeyPiece key_piece(const Shape& shape, int64_t task) {
+  const int64_t pieces = divide_up(shape.kv_len, kPieceKeys);
+  const int64_t kv_head = task / pieces, first = task % pieces * kPieceKeys;
+  return {kv_head, kv_head / shape.kv_heads, kv_head % shape.kv_heads, first, lesser(first + kPieceKeys, shape.kv_len)};
+}
+
 // Keys [begin, end) of a head → out[key / 16][word / 16][16 keys][16 words], zero behind the last key.
 template <Type T>
 void pack_key_rows(Word* out, const Shape& shape, const Rows& x, int64_t batch, int64_t head, int64_t begin,
