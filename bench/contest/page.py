@@ -8,6 +8,7 @@ from typing import Any
 from contest import results
 from contest.cells import Cell
 from contest.contestants import CONTESTANTS, CONTROL, KERNEL, STAND_INS
+from ulysses_attention.doctor.markdown import Notes, escaped, table
 
 __all__ = ["render"]
 
@@ -15,22 +16,10 @@ ORDER = [KERNEL, *(contestant.name for contestant in CONTESTANTS)]
 Record = Mapping[str, Any]
 
 
-class _Reasons:
-    """Why cells have no time, each once."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def number(self, text: str) -> int:
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
-
-
 def render(run: Mapping[str, Any]) -> str:
     """The page: machine and control first, then a table for each section, then the reasons."""
     records = [record for section in run["sections"].values() for record in section]
-    reasons = _Reasons()
+    reasons = Notes()
     tables = [line for title, section in run["sections"].items() for line in _section(title, section, reasons)]
     return "\n".join(
         [
@@ -43,7 +32,7 @@ def render(run: Mapping[str, Any]) -> str:
             *tables,
             "## Why there is no time",
             "",
-            *(f"{number}. {_plain(text)}" for number, text in enumerate(reasons.texts, start=1)),
+            *(f"{number}. {escaped(text)}" for number, text in enumerate(reasons.texts, start=1)),
             "" if reasons.texts else "Every contestant did every cell.\n",
         ]
     )
@@ -101,7 +90,7 @@ def _load(records: Sequence[Record]) -> str:
     )
 
 
-def _section(title: str, records: Sequence[Record], reasons: _Reasons) -> list[str]:
+def _section(title: str, records: Sequence[Record], reasons: Notes) -> list[str]:
     cells = [results.cell_of(record) for record in records]
     rows = [{row.label: row for row in results.rows_of(record, ORDER)} for record in records]
     shown = [label for label in ORDER if any(label in each for each in rows)]
@@ -114,7 +103,7 @@ def _section(title: str, records: Sequence[Record], reasons: _Reasons) -> list[s
             *(_rounds(each, rec) for each, rec in zip(rows, records, strict=True)),
         ]
     )
-    return [f"## {title}", "", *_table(["", *map(_column, cells)], lines), ""]
+    return [f"## {title}", "", *table(["", *map(_column, cells)], lines), ""]
 
 
 def _column(cell: Cell) -> str:
@@ -123,7 +112,7 @@ def _column(cell: Cell) -> str:
     return words + (", causal" if cell.is_causal else "") + (", backward" if cell.backward else "")
 
 
-def _entry(row: results.Row | None, reasons: _Reasons) -> str:
+def _entry(row: results.Row | None, reasons: Notes) -> str:
     if row is None:
         return ""
     if row.failed:
@@ -153,12 +142,3 @@ def _own_control(record: Record) -> str:
 def _rounds(rows: Mapping[str, results.Row], record: Record) -> str:
     rounds = max((row.rounds for row in rows.values()), default=0)
     return f"{rounds}; {record['load']['others_cores']:.2f}; {record['seconds']:.0f}"
-
-
-def _plain(text: str) -> str:
-    """One line of a stranger's text that Markdown shows as it is."""
-    return "".join(f"\\{char}" if char in "\\`*_{}[]<>|#" else char for char in " ".join(text.split()))
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
