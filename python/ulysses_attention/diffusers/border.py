@@ -100,9 +100,11 @@ def install(model: torch.nn.Module, plan: ShardingPlan, streams: Streams) -> tup
     return hooks, hooked
 
 
-def check_still_hooked(model: torch.nn.Module, hooked: Hooked) -> None:
-    """Errors: RuntimeError where peft has put an adapter around a module with a hook, or taken one with a hook away."""
-    modules = dict(model.named_modules())
+def check_still_hooked(modules: Mapping[str, torch.nn.Module], hooked: Hooked) -> None:
+    """modules: all of the model's, by path.
+
+    Errors: RuntimeError where peft has put an adapter around a module with a hook, or taken one with a hook away.
+    """
     for path, module in hooked.items():
         now = modules.get(path)
         is_inside = now is not module and any(other is module for other in modules.values())  # compiled, for instance

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["check_cache", "check_not_cut_by_diffusers"]
+__all__ = ["check_hooks"]
 
 #: It skips by the number of the step, which is the same on every rank, and keeps what is inside the sharded part.
 BY_STEP = "PyramidAttentionBroadcastConfig"
@@ -13,35 +13,31 @@ BY_STEP = "PyramidAttentionBroadcastConfig"
 RIGHT = ("hooks", "group_offloading", "layerwise_casting", "pyramid_attention_broadcast")
 
 
-def _hooks(model: Any) -> Iterator[tuple[str, str]]:
-    """The hooks of diffusers on a model: the file that they stand in, and their class."""
-    for module in model.modules():
+def _hooks(modules: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """The hooks of diffusers on modules: the file that they stand in, and their class."""
+    for module in modules:
         for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
             package, _, file = type(hook).__module__.rpartition(".")
             if package == "diffusers.hooks":
                 yield file, type(hook).__name__
 
 
-def _unproved(model: Any) -> set[str]:
-    """The names of caches and hooks on a model, of which ranks may make different things."""
-    config = getattr(model, "_cache_config", None)
-    found = set() if config is None else {type(config).__name__} - {BY_STEP}
-    return found | {name for file, name in _hooks(model) if file not in RIGHT}
+def check_hooks(model: Any, modules: Iterable[Any]) -> None:
+    """modules: all of the model's.
 
-
-def check_not_cut_by_diffusers(model: Any) -> None:
-    """Errors: ValueError where diffusers' own context parallelism is on."""
-    if getattr(model, "_parallel_config", None) is not None or any(f == "context_parallel" for f, _ in _hooks(model)):
+    Errors: ValueError where diffusers' own context parallelism is on; NotImplementedError for a cache that may skip on
+    one rank and not on another, which then wait, and for another hook that reads or cuts tokens.
+    """
+    hooks = list(_hooks(modules))
+    if getattr(model, "_parallel_config", None) is not None or any(file == "context_parallel" for file, _ in hooks):
         raise ValueError(
             f"[parallelize] diffusers' own context parallelism is enabled on {type(model).__name__}; tokens would be "
             f"cut twice. Fix: a model on which enable_parallelism was not called."
         )
-
-
-def check_cache(model: Any) -> None:
-    """Errors: NotImplementedError for a cache that may skip on one rank and not on another, which then wait, and for
-    another hook that reads or cuts tokens."""
-    unproved = _unproved(model)
+    config = getattr(model, "_cache_config", None)
+    unproved = {name for file, name in hooks if file not in RIGHT}
+    if config is not None:
+        unproved |= {type(config).__name__} - {BY_STEP}
     if unproved:
         raise NotImplementedError(
             f"[parallelize] {', '.join(sorted(unproved))} of diffusers on {type(model).__name__} decides from the "

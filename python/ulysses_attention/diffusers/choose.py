@@ -88,7 +88,7 @@ def own_plan(model: torch.nn.Module) -> ShardingPlan:
     sharded = {rule.stream for by_name in inputs.values() for rule in by_name.values()}
     attention: dict[str, Attend | Literal["local"]] = {
         path: LOCAL if is_cross(path, module) and "text" not in sharded else Attend(())
-        for path, module in attention_modules(model)
+        for path, module in attention_modules(dict(model.named_modules()))
     }
     # A module that shards its own input leaves the rest of the model whole, and its gradients are no partial sums.
     is_whole_between = any(matches(pattern, path) for path in gather for pattern in inputs)

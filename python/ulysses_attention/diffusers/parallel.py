@@ -13,7 +13,7 @@ import torch
 from ulysses_attention._request import resolve_group
 from ulysses_attention.diffusers import border
 from ulysses_attention.diffusers.attention_processor_ulysses import UlyssesAttnProcessor, ulysses_processor
-from ulysses_attention.diffusers.caches import check_cache, check_not_cut_by_diffusers
+from ulysses_attention.diffusers.caches import check_hooks
 from ulysses_attention.diffusers.choose import plan_for
 from ulysses_attention.diffusers.plan import ShardingPlan, attention_modules, check_attentions
 from ulysses_attention.diffusers.streams import Streams
@@ -87,7 +87,7 @@ class _Parallelized:
     def _set_processors(self, options: Mapping[str, Any]) -> None:
         check_attentions(self.model, self.plan)
         made: list[tuple[Any, Any, UlyssesAttnProcessor]] = []
-        for path, module in attention_modules(self.model):
+        for path, module in attention_modules(dict(self.model.named_modules())):
             attends = self.plan.attend(path)
             if attends is None:
                 raise ValueError(
@@ -106,16 +106,16 @@ class _Parallelized:
             module.set_processor(ours)
 
     def _start(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        for path, module in attention_modules(model):
+        modules = dict(model.named_modules())  # walked once: this runs in every forward
+        for path, module in attention_modules(modules):
             if self._ours.get(module) is not module.processor:
                 raise RuntimeError(
                     f"[parallelize] {path!r} has the processor {type(module.processor).__name__}, which was set after "
                     f"parallelize and sees the tokens of this rank only. Fix: handle.remove() first, then what sets "
                     f"processors (fuse_qkv_projections, load_ip_adapter, set_attn_processor), then parallelize again."
                 )
-        border.check_still_hooked(model, self._hooked)
-        check_not_cut_by_diffusers(model)
-        check_cache(model)
+        border.check_still_hooked(modules, self._hooked)
+        check_hooks(model, modules.values())
         self.streams.begin(checkpointing=bool(getattr(model, "gradient_checkpointing", True)))
         if self.plan.check is not None:
             problem = self.plan.check(model, {**dict(zip(self._parameters, args)), **kwargs})  # noqa: B905
@@ -218,5 +218,4 @@ def _check_free(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if hasattr(model, _MARK):
         raise ValueError(f"[parallelize] {name} is parallelized already. Fix: remove() of its handle first.")
-    check_not_cut_by_diffusers(model)
-    check_cache(model)
+    check_hooks(model, model.modules())

@@ -131,34 +131,34 @@ class ShardingPlan:
         return None
 
 
-def attention_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Every attention whose processor can be set, by path."""
+def attention_modules(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, Any]]:
+    """Of modules by path, every attention whose processor can be set."""
     return [
         (path, module)
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         if getattr(module, "processor", None) is not None and hasattr(module, "set_processor")
     ]
 
 
 def check_attentions(model: torch.nn.Module, plan: ShardingPlan) -> None:
     """Errors: ValueError for an attention that would keep its processor, and so see the tokens of its own rank only."""
-    settable = [path for path, _ in attention_modules(model)]
+    modules = dict(model.named_modules())
+    settable = [path for path, _ in attention_modules(modules)]
     fixed = {
         path: type(module).__name__
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         if getattr(module, "processor", None) is not None and path not in settable
     }
     names = ", ".join(dict.fromkeys(f"**.{path.rsplit('.', 1)[-1]}" for path in settable))
     choice = f"one of the attentions that can be set ({names})" if names else "a model whose attentions can be set"
     alone = "so it would see the tokens of its own rank only"
     for pattern, attends in plan.attention.items():
-        meant = [path for path, _ in model.named_modules() if matches(pattern.removesuffix("?"), path)]
+        meant = [path for path in modules if matches(pattern.removesuffix("?"), path)]
         able = {*settable, *fixed} if attends == LOCAL else {*settable}
         if pattern.endswith("?") or able.intersection(meant):
             continue
-        kinds = dict(model.named_modules())
         first = next((path for path in meant if path in fixed), meant[0] if meant else None)
-        what = "none has that name" if first is None else f"{first} is a {type(kinds[first]).__name__}"
+        what = "none has that name" if first is None else f"{first} is a {type(modules[first]).__name__}"
         raise ValueError(
             f"[parallelize] the plan names the attention {pattern!r}, but no module there has a processor that can be "
             f"set ({what}), {alone}. Fix: {choice}, or {pattern + '?'!r} if it may be missing."

@@ -16,7 +16,7 @@ ROTARY = ("rope", "pos_embed", "rotary", "rotary_emb")
 def _first_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
     """The first list of blocks that attend, and its first block."""
     for path, module in model.named_children():
-        if isinstance(module, torch.nn.ModuleList) and len(module) and attention_modules(module):
+        if isinstance(module, torch.nn.ModuleList) and len(module) and attention_modules(dict(module.named_modules())):
             return f"{path}.0", module[0]
     return None
 
@@ -33,7 +33,7 @@ def _has_convolutions(model: torch.nn.Module) -> bool:
 def _attention_lines(model: torch.nn.Module, streams: str) -> list[str]:
     """One line for each name under which attention modules stand."""
     lines: dict[str, str] = {}
-    for path, module in attention_modules(model):
+    for path, module in attention_modules(dict(model.named_modules())):
         name = path.rsplit(".", 1)[-1]
         if is_cross(path, module):
             lines.setdefault(name, f'        "**.{name}": "local",  # keys and values are text that every rank holds')
