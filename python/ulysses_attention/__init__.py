@@ -11,7 +11,7 @@ load_core()
 from ulysses_attention import shm  # noqa: E402
 from ulysses_attention.attention import ulysses_attention  # noqa: E402
 from ulysses_attention.check import check_attention, check_same  # noqa: E402
-from ulysses_attention.gradients import sum_grad  # noqa: E402
+from ulysses_attention.gradients import sum_grad, sum_gradients  # noqa: E402
 from ulysses_attention.launch import run_processes  # noqa: E402
 from ulysses_attention.layout import SequenceLayout  # noqa: E402
 from ulysses_attention.merge import merge_attention  # noqa: E402
@@ -26,7 +26,7 @@ from ulysses_attention.processor import (  # noqa: E402
 from ulysses_attention.randomness import token_dropout, token_noise  # noqa: E402
 from ulysses_attention.ranks import run_ranks  # noqa: E402
 from ulysses_attention.tokens import JointTokens, MaskLayout  # noqa: E402
-from ulysses_attention.training import loss_scale, sum_gradients, token_mean_loss, total_tokens  # noqa: E402
+from ulysses_attention.training import loss_scale, token_mean_loss, total_tokens  # noqa: E402
 
 shm.register()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ulysses_attention as ua
-from ulysses_attention import _C, training
+from ulysses_attention import _C, gradients
 from ulysses_attention.launch import ProcessRanks
 
 
@@ -27,7 +27,7 @@ def test_every_gradient_is_the_sum_over_the_ranks(
     world: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dtypes, a scalar and an empty parameter in turns, in buckets of one parameter, of some, and of all."""
-    monkeypatch.setattr(training, "_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", bucket_bytes)
     kinds = [((3, 4), torch.float32), ((2,), torch.float64), ((), torch.bfloat16), ((0, 3), torch.float32)] * 3
 
     def on_rank(rank: int, group: Any) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ def test_a_parameter_without_a_gradient_here_counts_as_zeros_and_without_one_any
 
 @pytest.mark.parametrize("bucket_bytes", [1, 32 << 20])
 def test_a_parameter_listed_twice_is_summed_once(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "_BUCKET_BYTES", bucket_bytes)
 
     def on_rank(rank: int, group: Any) -> float:
         tied = _parameter((1,), 1.0)
