@@ -115,8 +115,8 @@ class SequenceLayout:
         real = self.lengths[rank]
         return tuple(range(begin, begin + real)) + (-1,) * (self.padded_lengths[rank] - real)
 
-    def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """The rows of a rank, with zero rows behind them where the layout pads.
+    def shard(self, x: torch.Tensor, rank: int, dim: int = 1, *, fill: float = 0) -> torch.Tensor:
+        """The rows of a rank, with rows of `fill` behind them where the layout pads: -100 for labels, say.
 
         Shapes: x [.., seq_len, ..] → [.., padded_lengths[rank], ..]; a view where nothing is padded.
         Comm:   none. Backward: the gradient inside zeros; partial, to be summed over the ranks.
@@ -136,7 +136,7 @@ class SequenceLayout:
         if padding == 0:
             return rows
         behind = [0, 0] * (x.dim() - dim % x.dim() - 1) + [0, padding]
-        return torch.nn.functional.pad(rows, behind)
+        return torch.nn.functional.pad(rows, behind, value=fill)
 
     def gather(
         self, x_local: torch.Tensor, group: ProcessGroup, dim: int = 1, *, grad: Literal["sum", "slice"]

@@ -142,8 +142,8 @@ class Handle:
         arguments.update(shard.sharded_labels(arguments, layout, self._rank, self._traits))
         for name in ("input_ids", "inputs_embeds"):
             if arguments.get(name) is not None:
-                arguments[name] = shard.rows_of(arguments[name], layout, self._rank)
-        arguments["position_ids"] = shard.rows_of(positions, layout, self._rank)
+                arguments[name] = layout.shard(arguments[name], self._rank)
+        arguments["position_ids"] = layout.shard(positions, self._rank)
         arguments["attention_mask"] = None  # in `ulysses`, for the whole sequence
         arguments["use_cache"] = False
         arguments[NAME] = ShardedCall(self._group, layout, key_mask, self._policy, strategy, kernel, agreement)

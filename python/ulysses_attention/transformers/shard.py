@@ -135,13 +135,6 @@ def refuse_length(layout: SequenceLayout, traits: Traits, *, training: bool) -> 
         )
 
 
-def rows_of(x: torch.Tensor, layout: SequenceLayout, rank: int, fill: int = 0) -> torch.Tensor:
-    """The rows of a rank along dimension 1, `fill` in padding."""
-    rows = x.narrow(1, sum(layout.lengths[:rank]), layout.lengths[rank])
-    padding = layout.padded_lengths[rank] - layout.lengths[rank]
-    return pad(rows, [0, 0] * (x.dim() - 2) + [0, padding], value=fill) if padding else rows
-
-
 def sharded_labels(arguments: Arguments, layout: SequenceLayout, rank: int, traits: Traits) -> Arguments:
     """labels and shift_labels of this rank, and the number of labels of all: losses then sum over the ranks.
 
@@ -158,7 +151,7 @@ def sharded_labels(arguments: Arguments, layout: SequenceLayout, rank: int, trai
         )
     if shifted is None:
         shifted = pad(labels, (0, 1), value=NO_LABEL)[:, 1:]  # before sharding: the next token may be another rank's
-    local = rows_of(shifted, layout, rank, NO_LABEL).contiguous()
+    local = layout.shard(shifted, rank, fill=NO_LABEL).contiguous()
     count = arguments.get("num_items_in_batch")
     return {
         "labels": local,  # only their presence counts, where there are shift_labels
