@@ -97,9 +97,15 @@ def largest(x: torch.Tensor) -> float:
     return float(x.abs().max())
 
 
+def gradient_errors(summed: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """By parameter, as a part of its largest gradient."""
+    floor = 1e-3 * max(map(largest, wanted.values()))  # below it a gradient is rounding
+    assert floor > 0
+    return {name: largest(summed[name] - x) / max(largest(x), floor) for name, x in wanted.items()}
+
+
 def gradient_error(summed: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    floor = 1e-3 * max(map(largest, wanted.values()))
-    return max(largest(summed[name] - x) / max(largest(x), floor) for name, x in wanted.items())
+    return max(gradient_errors(summed, wanted).values())
 
 
 def verdict(output_error: float, gradient_error: float, local_only: float) -> Cell:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from families import HEADS, grid, noise, wake
+from families import FAMILIES, HEADS, grid, noise, wake
 
 WIDTH = 48
 
@@ -105,11 +105,7 @@ def chrono_edit() -> tuple[torch.nn.Module, dict[str, Any]]:
         patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=8, freq_dim=8, ffn_dim=32, num_layers=2,
         rope_max_seq_len=32, **HEADS,
     )  # fmt: skip
-    return wake(model), {
-        "hidden_states": noise(2, 4, 3, 6, 6),
-        "timestep": torch.tensor([500.0, 700.0]),
-        "encoder_hidden_states": noise(2, 7, 8, seed=1),
-    }
+    return wake(model), FAMILIES["wan"].inputs(7, False)
 
 
 def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -121,11 +117,7 @@ def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
         freq_dim=8, ffn_dim=16, num_layers=40, rope_dim=(4, 4, 4), guidance_cross_attn=False,
         zero_history_timestep=False, has_multi_term_memory_patch=False,
     )  # fmt: skip
-    return wake(model), {
-        "hidden_states": noise(2, 4, 3, 6, 6),
-        "timestep": torch.tensor([500.0, 700.0]),
-        "encoder_hidden_states": noise(2, 7, 8, seed=1),
-    }
+    return wake(model), FAMILIES["wan"].inputs(7, False)
 
 
 def auraflow() -> tuple[torch.nn.Module, dict[str, Any]]:

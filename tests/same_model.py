@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compat_proof import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, SENSITIVE, call, call_and_backward
+from compat_proof import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, SENSITIVE, call, call_and_backward, gradient_errors
 from families import FAMILIES, TEXT
 from ulysses_attention import run_ranks
 from ulysses_attention.diffusers import parallelize
@@ -60,11 +60,7 @@ def assert_output(out: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def assert_gradients(gradients: Gradients, wanted: Gradients) -> None:
     assert gradients.keys() == wanted.keys()
-    floor = 1e-3 * max(float(x.abs().max()) for x in wanted.values())  # below it a gradient is rounding
-    assert floor > 0
-    errors = {
-        name: float((gradients[name] - x).abs().max()) / max(float(x.abs().max()), floor) for name, x in wanted.items()
-    }
+    errors = gradient_errors(gradients, wanted)
     wrong = {name: error for name, error in errors.items() if not error <= GRADIENT_TOLERANCE}
     assert not wrong, wrong
 
