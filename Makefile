@@ -118,9 +118,9 @@ compatibility: build
 	@$(PROOF) $(BIN)/python tests/compat_page.py $(COMPATIBILITY) >build/compatibility.md
 	@mv build/compatibility.md docs/compatibility.md
 
-# Not part of `make test`: it needs valgrind and the compiler of the stored numbers. count.py --write stores new ones.
-bench-instructions: setup
-	@command -v valgrind >/dev/null || { echo "bench-instructions: no valgrind. Fix: apt-get install valgrind" >&2; exit 1; }
+# Not part of `make test`: the stored numbers are those of one compiler, which .ci/run has. count.py --write stores new ones.
+bench-instructions:
+	@scripts/setup.sh valgrind
 	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target plain_call
 	@$(BIN)/python bench/instructions/count.py build/dev/bench/instructions/plain_call

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes .venv with torch and the pinned tools, and installs what the system lacks. A second run ends at once.
+# Usage: setup.sh [PACKAGE...]; further Debian packages, each with a command of its own name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch_version=${TORCH_VERSION:-2.13.0}
 stamp=.venv/setup-done
 wanted="torch $torch_version $(cat requirements-dev.txt scripts/setup.sh | sha256sum)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+missing_extras() { local each; for each in "$@"; do command -v "$each" >/dev/null || echo "$each"; done; }
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -z "$(missing_extras "$@")" ]; then exit 0; fi
 
 find_python() {
   local candidate
@@ -31,6 +33,7 @@ missing_packages() {
   echo "$header" | c++ -std=c++20 -fsyntax-only -x c++ - 2>/dev/null || echo libcli11-dev
   command -v clang-tidy >/dev/null || echo clang-tidy
   command -v ccache >/dev/null || echo ccache
+  missing_extras "$@"
 }
 
 install_packages() {
@@ -61,7 +64,7 @@ retry() {
 }
 
 python=$(find_python)
-packages=$(missing_packages)
+packages=$(missing_packages "$@")
 # ccache only saves time: never a reason to stop.
 # shellcheck disable=SC2086
 if [ "$packages" = ccache ]; then

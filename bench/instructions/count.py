@@ -1,9 +1,9 @@
 """Counts the instructions of a plain Ulysses call outside the local kernel and compares them with baseline.json.
 
-Usage: count.py PROGRAM [--write]. Exit 1 where a call needs over 3 % more than in the baseline; --write stores first.
+Usage: count.py PROGRAM [--write]. Exit 1 where a call needs over 5 % more than in the baseline; --write stores first.
 
 Two runs of one program differ by less than 0.02 %. Another heap layout, as other code before the call makes it, moves a
-number by 1 to 2 %: malloc takes other paths. Hence the 3 %.
+number by 1 to 2 %: malloc takes other paths. Hence the 5 %.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 BASELINE = Path(__file__).with_name("baseline.json")
-ALLOWED_RISE = 0.03
+ALLOWED_RISE = 0.05
 CALLS = 100
 DUMP = re.compile(r"^desc: Trigger: Client Request: (\w+) (\d+)$.*?^summary: (\d+)$", re.M | re.S)
 
