@@ -5,6 +5,9 @@ alone: over Gloo diffusers' plain mode needs lengths that divide, and its "anyth
 one thread. The rounds alternate (ours, theirs, theirs, ours), so that a machine that slows down slows both; trust the
 ratio. Seconds are those of the clock, and of the processor, which other programs disturb less.
 
+"All but attention" is a rank's share of the tokens through the same model, with an attention that adds q, k and v and
+sends nothing: the time that no attention, however fast, can get below.
+
 Usage: python bench/diffusers_flux.py [float32|bfloat16] [rounds]
 """
 
@@ -19,6 +22,7 @@ from unittest import mock
 
 import torch
 from diffusers import ContextParallelConfig, FluxTransformer2DModel
+from diffusers.models.transformers import transformer_flux
 from torch.distributed.device_mesh import init_device_mesh
 
 from ulysses_attention import run_processes
@@ -28,27 +32,41 @@ LAYERS, SINGLE_LAYERS, HEADS, HEAD_DIM, TEXT_DIM = 1, 1, 24, 128, 64
 IMAGE, TEXT, ODD_TEXT = 1024, 76, 77
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 OURS, THEIRS, ODD = "ours", "diffusers", f"ours, {ODD_TEXT} text tokens"
-ROUND = (OURS, THEIRS, THEIRS, OURS)
+REST = "all but attention"
+ROUND = (OURS, THEIRS, REST, REST, THEIRS, OURS)
 CLOCKS = {"clock": time.perf_counter, "processor": time.process_time}
 
 
+class AllButAttention:
+    """The model with an attention that takes next to no time and still has a gradient for each of q, k and v."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.zero_grad = model, model.zero_grad
+
+    def __call__(self, **inputs: Any) -> Any:
+        with mock.patch.object(transformer_flux, "dispatch_attention_fn", lambda q, k, v, **_: q + k + v):
+            return self.model(**inputs)
+
+
 def build(dtype: torch.dtype) -> dict[str, Any]:
-    """Two models over the same weights."""
+    """Three models over the same weights."""
     torch.manual_seed(0)
     config = {"num_layers": LAYERS, "num_single_layers": SINGLE_LAYERS, "attention_head_dim": HEAD_DIM}
     config |= {"num_attention_heads": HEADS, "joint_attention_dim": TEXT_DIM, "pooled_projection_dim": 64}
     ours = FluxTransformer2DModel(**config).to(dtype)
-    with torch.device("meta"):
-        theirs = FluxTransformer2DModel(**config)
-    theirs.load_state_dict(ours.state_dict(), assign=True)
-    return {OURS: ours, THEIRS: theirs}
+    models = {OURS: ours}
+    for way in (THEIRS, REST):
+        with torch.device("meta"):
+            models[way] = FluxTransformer2DModel(**config)
+        models[way].load_state_dict(ours.state_dict(), assign=True)
+    return models | {REST: AllButAttention(models[REST])}
 
 
-def inputs_of(text_tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def inputs_of(image_tokens: int, text_tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    place = torch.arange(IMAGE).float()
+    place = torch.arange(image_tokens).float()
     return {
-        "hidden_states": torch.randn(1, IMAGE, 64, generator=generator).to(dtype),
+        "hidden_states": torch.randn(1, image_tokens, 64, generator=generator).to(dtype),
         "encoder_hidden_states": torch.randn(1, text_tokens, TEXT_DIM, generator=generator).to(dtype),
         "pooled_projections": torch.randn(1, 64, generator=generator).to(dtype),
         "timestep": torch.tensor([0.5], dtype=dtype),
@@ -85,14 +103,17 @@ def measure(rank: int, group: Any, dtype: torch.dtype, rounds: int) -> dict[str,
     """pass -> way -> [clock, processor] of each run, of this rank."""
     torch.set_num_threads(1)
     models = build(dtype)
-    inputs = {way: inputs_of(ODD_TEXT if way == ODD else TEXT, dtype) for way in (*models, ODD)}
+    share = (IMAGE // group.size(), TEXT // group.size())
+    tokens = {OURS: (IMAGE, TEXT), THEIRS: (IMAGE, TEXT), REST: share, ODD: (IMAGE, ODD_TEXT)}
+    inputs = {way: inputs_of(*counts, dtype) for way, counts in tokens.items()}
     whole = forward(models[OURS], inputs[OURS])
     parallelize(models[OURS], group)
     mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("ring", "ulysses"))
     with mock.patch("torch.accelerator.device_count", return_value=1):  # 0 without a GPU, by which it divides
         models[THEIRS].enable_parallelism(config=ContextParallelConfig(ulysses_degree=group.size(), mesh=mesh))
-    for way, model in models.items():  # warm, and right
-        error = float((forward(model, inputs[way]) - whole).abs().max() / whole.abs().max())
+    forward(models[REST], inputs[REST])
+    for way in (OURS, THEIRS):  # warm, and right
+        error = float((forward(models[way], inputs[way]) - whole).abs().max() / whole.abs().max())
         assert error < TOLERANCE[dtype], f"{way}: {error}"
     models[ODD] = models[OURS]
     found: dict[str, Any] = {name: {way: [] for way in models} for name in PASSES}
@@ -104,16 +125,18 @@ def measure(rank: int, group: Any, dtype: torch.dtype, rounds: int) -> dict[str,
 
 
 def report(results: list[dict[str, Any]]) -> None:
-    """Of each run the slower rank counts; of each round the two runs of ours against the two of diffusers."""
+    """Of each run the slower rank counts; of each round the two runs of one way against the two of diffusers."""
     for name in PASSES:
         for place, clock in enumerate(CLOCKS):
             times = {way: [max(r[name][way][i][place] for r in results) for i in range(len(runs))]
                      for way, runs in results[0][name].items()}  # fmt: skip
-            rounds = range(0, len(times[OURS]), 2)
-            ratios = sorted(sum(times[OURS][i : i + 2]) / sum(times[THEIRS][i : i + 2]) for i in rounds)
             medians = ", ".join(f"{way} {statistics.median(seconds):.3f}" for way, seconds in times.items())
-            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-            print(f"{name}, seconds of the {clock}: {medians}; ours / diffusers {spread}", flush=True)
+            print(f"{name}, seconds of the {clock}: {medians}")
+            for way in (OURS, REST):
+                rounds = range(0, len(times[way]), 2)
+                ratios = sorted(sum(times[way][i : i + 2]) / sum(times[THEIRS][i : i + 2]) for i in rounds)
+                spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+                print(f"    {way} / diffusers {spread}", flush=True)
 
 
 if __name__ == "__main__":
