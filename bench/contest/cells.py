@@ -78,7 +78,7 @@ SECTIONS: dict[str, list[Cell]] = {
     "bfloat16, forward, 4 ranks, H8 D64": _lengths(4, "bfloat16", False, 64, 256, 1024, 4096),
     "float32, forward and backward, 2 ranks, H8 D64": _lengths(2, "float32", True, 64, 256, 1024, 4096),
     "float32, forward and backward, 4 ranks, H8 D64": _lengths(4, "float32", True, 64, 256, 1024),
-    "bfloat16, forward and backward, 2 ranks, H8 D64": _lengths(2, "bfloat16", True, 64, 256, 1024),
+    "bfloat16, forward and backward, 2 ranks, H8 D64": _lengths(2, "bfloat16", True, 64, 256, 1024, 4096),
     "bfloat16, forward and backward, 4 ranks, H8 D64": _lengths(4, "bfloat16", True, 256, 1024),
     "Like FLUX: bfloat16, forward, H24 D128": [_FLUX, _FLUX._replace(world=4)],
     "12 heads, float32, forward, D64": [_TWELVE, _TWELVE._replace(world=4)],
