@@ -131,7 +131,7 @@ bench-kernel: setup
 	@$(CMAKE) --build --preset dev -j $(JOBS) --target kernel_bench
 	@build/dev/bench/kernel/kernel_bench --json build/bench-kernel.json
 
-# Not part of `make test`: it installs other libraries, takes a quarter of an hour and wants the machine for itself. Exit 1
+# Not part of `make test`: it installs other libraries, takes half an hour and wants the machine for itself. Exit 1
 # where its control fails; a second run measures only what is missing. BENCH_ARGS: --go-on, --fresh, --only PATTERN, ...
 BENCH = PYTHONPATH=build/dev/python:bench .venv-peers/bin/python -m contest $(BENCH_ARGS)
 

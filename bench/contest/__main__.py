@@ -23,6 +23,8 @@ from contest.measure import Field, measure
 from contest.ranks import Limits
 
 LONG = 4096  # tokens from which a call takes so long that few rounds say enough and need no warming up
+SECONDS, QUICK_SECONDS = 20.0, 8.0
+CROWDED = 3  # times that, where ranks take turns on the cores: times of calls scatter by a third there
 
 
 def main(arguments: list[str]) -> int:
@@ -64,7 +66,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description="Times context-parallel attention of several libraries.")
     parser.add_argument("--quick", action="store_true", help="a few cells, under two minutes")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cells by name, such as 'w2-s1024-*'")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of timed rounds for each cell (default 3)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"of timed rounds for each cell (default {SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}); "
+        f"{CROWDED} times that with more ranks than cores",
+    )
     parser.add_argument(
         "--tries", type=int, default=2, help="how often a cell is measured while it has a fault, such as its control"
     )
@@ -72,7 +79,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where cells and results are kept")
     parser.add_argument("--page", type=Path, help="a copy of the page, its picture in images/ beside it")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    return options
 
 
 def _chosen(sections: dict[str, list[Cell]], pattern: str) -> dict[str, list[Cell]]:
@@ -107,8 +116,7 @@ def _record(
     tries = before["tries"] if before is not None else 0
     if before is not None and not results.faults([before]):
         return before
-    least, most = (3, 10) if cell.seq_len >= LONG else (7, 200)
-    limits = Limits(options.seconds, least, most, warm_up=cell.seq_len < LONG)
+    limits = _limits(cell, options, machine["cores"])
     for _ in range(options.tries):
         tries, start = tries + 1, time.monotonic()
         progress.update(bar, description=f"{cell.name}: who can")
@@ -128,6 +136,12 @@ def _record(
         if not results.faults([record]):
             break
     return record
+
+
+def _limits(cell: Cell, options: argparse.Namespace, cores: int) -> Limits:
+    if cell.seq_len >= LONG:
+        return Limits(options.seconds, least=3, most=10, warm_up=False)
+    return Limits(options.seconds * (CROWDED if cell.world > cores else 1), least=7, most=5000)
 
 
 if __name__ == "__main__":

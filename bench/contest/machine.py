@@ -54,10 +54,12 @@ class Load:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown processor"
+    """By name, and by family and model: virtual machines often leave the name short."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    if "model name" not in known:
+        return platform.processor() or "unknown processor"
+    return f"{known['model name']} (family {known.get('cpu family')}, model {known.get('model')})"
 
 
 def _busy() -> float:
