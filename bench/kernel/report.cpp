@@ -16,16 +16,17 @@ std::string format(const char* pattern, Args... args) {
 
 double gflops(const Row& row, double seconds) { return row.flops() / seconds * 1e-9; }
 
+// Asked of whatever kernel="auto" takes, on any processor.
+constexpr double kLeastRatio = 0.98;
 // The least ratio that is asked of one thread, from 256 tokens on.
 struct Target {
   const char* dtype;
   const char* direction;
   double ratio;
 };
-constexpr Target kTargets[] = {{"bfloat16", "forward", 2.2},
-                               {"float32", "forward", 1.2},
-                               {"bfloat16", "backward", 1.5},
-                               {"float32", "backward", 1.1}};
+constexpr Target kTargets[] = {{"bfloat16", "forward", 2.2},        {"float32", "forward", 1.2},
+                               {"bfloat16", "backward", 1.5},       {"float32", "backward", 1.1},
+                               {"float16", "forward", kLeastRatio}, {"float16", "backward", kLeastRatio}};
 constexpr double kMostRms = 1.1;  // times torch's error, from 1024 tokens on
 constexpr double kMostOtherLoad = 0.5;
 constexpr double kLeastScaling = 1.8;  // two threads against one, from 1024 tokens on
@@ -57,13 +58,12 @@ double Row::flops() const {
 
 std::string markdown(const std::vector<Row>& rows) {
   std::string text =
-      "| dtype | direction | threads | D | S | torch GFLOP/s | own GFLOP/s | ratio | rms error, own / torch | max "
-      "error, own / "
-      "torch | lse error, own / torch |\n|---|---|---|---|---|---|---|---|---|---|---|\n";
+      "| kernel | dtype | direction | threads | D | S | torch GFLOP/s | own GFLOP/s | ratio | rms error, own / torch | "
+      "max error, own / torch | lse error, own / torch |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n";
   for (const Row& row : rows) {
-    text += format("| %s | %s | %ld | %ld | %ld | %.0f | %.0f | %.2f | ", row.dtype.c_str(), row.direction.c_str(),
-                   row.threads, row.head_dim, row.seq_len, gflops(row, row.torch_seconds), gflops(row, row.own_seconds),
-                   row.ratio());
+    text += format("| %s | %s | %s | %ld | %ld | %ld | %.0f | %.0f | %.2f | ", row.kernel.c_str(), row.dtype.c_str(),
+                   row.direction.c_str(), row.threads, row.head_dim, row.seq_len, gflops(row, row.torch_seconds),
+                   gflops(row, row.own_seconds), row.ratio());
     text += row.has_errors
                 ? format("%.1e / %.1e | %.1e / %.1e | ", row.own_rms, row.torch_rms, row.own_max, row.torch_max)
                 : std::string(" | | ");
@@ -76,10 +76,10 @@ std::string json(const std::vector<Row>& rows, const std::string& processor) {
   std::string text = format("{\"processor\": \"%s\", \"rows\": [", processor.c_str());
   for (const Row& row : rows) {
     text += format(
-        "%s\n  {\"dtype\": \"%s\", \"direction\": \"%s\", \"threads\": %ld, \"head_dim\": %ld, \"seq_len\": %ld, "
-        "\"num_heads\": %ld, \"own_seconds\": %.9f, \"torch_seconds\": %.9f",
-        &row == rows.data() ? "" : ",", row.dtype.c_str(), row.direction.c_str(), row.threads, row.head_dim,
-        row.seq_len, row.num_heads, row.own_seconds, row.torch_seconds);
+        "%s\n  {\"kernel\": \"%s\", \"dtype\": \"%s\", \"direction\": \"%s\", \"threads\": %ld, "
+        "\"head_dim\": %ld, \"seq_len\": %ld, \"num_heads\": %ld, \"own_seconds\": %.9f, \"torch_seconds\": %.9f",
+        &row == rows.data() ? "" : ",", row.kernel.c_str(), row.dtype.c_str(), row.direction.c_str(), row.threads,
+        row.head_dim, row.seq_len, row.num_heads, row.own_seconds, row.torch_seconds);
     if (row.has_errors)
       text += format(", \"own_rms\": %.3e, \"torch_rms\": %.3e, \"own_max\": %.3e, \"torch_max\": %.3e", row.own_rms,
                      row.torch_rms, row.own_max, row.torch_max);
@@ -90,7 +90,7 @@ std::string json(const std::vector<Row>& rows, const std::string& processor) {
   return text + "\n]}\n";
 }
 
-std::string verdict(const std::vector<Row>& rows, double other_load, bool* all_hold) {
+std::string verdict(const std::vector<Row>& rows, bool has_targets, double other_load, bool* all_hold) {
   std::string text;
   *all_hold = true;
   const auto add = [&](bool holds, const std::string& words) {
@@ -100,19 +100,20 @@ std::string verdict(const std::vector<Row>& rows, double other_load, bool* all_h
   for (const Target& target : kTargets) {
     double least = std::numeric_limits<double>::infinity(), worst_rms = 0.0;
     for (const Row& row : rows) {
-      if (row.dtype != target.dtype || row.direction != target.direction || row.threads != 1) continue;
+      if (row.dtype != target.dtype || row.direction != target.direction || row.threads != 1 || !row.is_auto) continue;
       least = std::min(least, row.ratio());
       if (row.seq_len >= 1024 && row.has_errors) worst_rms = std::max(worst_rms, row.own_rms / row.torch_rms);
     }
     if (least == std::numeric_limits<double>::infinity()) continue;
-    add(least >= target.ratio,
-        format("%s %s at least %.1f times torch's speed: %.2f", target.dtype, target.direction, target.ratio, least));
+    const double ratio = has_targets ? target.ratio : kLeastRatio;
+    add(least >= ratio,
+        format("%s %s at least %.2f times torch's speed: %.2f", target.dtype, target.direction, ratio, least));
     if (worst_rms > 0.0)
       add(worst_rms <= kMostRms, format("%s %s rms error at most %.1f times torch's: %.2f", target.dtype,
                                         target.direction, kMostRms, worst_rms));
   }
   const double scaling = least_scaling(rows);
-  if (scaling == std::numeric_limits<double>::infinity()) return text;
+  if (!has_targets || scaling == std::numeric_limits<double>::infinity()) return text;
   if (other_load > kMostOtherLoad) {
     text += format("- not judged: two threads at least %.1f times one: %.2f, while others ran %.1f threads\n",
                    kLeastScaling, scaling, other_load);

@@ -9,6 +9,8 @@ namespace ulysses::bench {
 // One call of both kernels. Times are the shortest of many, measured in turns.
 struct Row {
   std::string dtype, direction;  // "forward" or "backward"
+  std::string kernel;            // ours; cpu_fused where cpu_flash cannot run
+  bool is_auto = true;           // kernel="auto" takes it here
   int64_t threads = 1, head_dim = 0, seq_len = 0, num_heads = 0;
   double own_seconds = 0.0, torch_seconds = 0.0;
   double own_rms = 0.0, torch_rms = 0.0;  // errors against float64: of out, or of the worst of dq, dk and dv
@@ -25,6 +27,8 @@ std::string json(const std::vector<Row>& rows, const std::string& processor);
 
 // What holds on this machine, one line per target; `all_hold` says whether all that were judged do.
 // other_load: threads of others that were running; the scaling to two threads is judged where there were none.
-std::string verdict(const std::vector<Row>& rows, double other_load, bool* all_hold);
+// has_targets: the processor is one of those whose speed-up is promised; on others nothing may be slower than torch's
+// op.
+std::string verdict(const std::vector<Row>& rows, bool has_targets, double other_load, bool* all_hold);
 
 }  // namespace ulysses::bench
