@@ -2,6 +2,7 @@
 # runs is decided at run time (kernels/cpu_flash/features.cpp); where the compiler or the processor cannot, none is built.
 include(CheckCXXCompilerFlag)
 
+set(avx2_flags -mavx2 -mfma -mf16c)
 set(avx512_flags -mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma)
 # g++ reports values that its own headers leave undefined on purpose.
 set(quiet_flags -Wno-uninitialized -Wno-maybe-uninitialized)
@@ -20,6 +21,7 @@ endfunction()
 
 function(ulysses_cpu_flash_sources target folder)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    ulysses_cpu_flash_file(${target} "${folder}/avx2.cpp" ULYSSES_CPU_FLASH_AVX2 ${avx2_flags})
     ulysses_cpu_flash_file(${target} "${folder}/avx512.cpp" ULYSSES_CPU_FLASH_AVX512 ${avx512_flags})
     ulysses_cpu_flash_file(${target} "${folder}/avx512_bf16.cpp" ULYSSES_CPU_FLASH_AVX512_BF16 ${avx512_flags}
                            -mavx512bf16)

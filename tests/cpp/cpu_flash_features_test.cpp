@@ -13,9 +13,10 @@ namespace {
 using flash::Features;
 
 constexpr Features kNone{};
-constexpr Features kAvx512{true, false, false};
-constexpr Features kBf16{true, true, false};
-constexpr Features kAmx{true, true, true};
+constexpr Features kAvx2{.avx2 = true};
+constexpr Features kAvx512{.avx2 = true, .avx512 = true};
+constexpr Features kBf16{.avx2 = true, .avx512 = true, .avx512_bf16 = true};
+constexpr Features kAmx{.avx2 = true, .avx512 = true, .avx512_bf16 = true, .amx = true};
 
 // For the length of a test.
 class Variable {
@@ -49,11 +50,13 @@ TEST(CpuFlashFeatures, WhichProcessorRunsWhat) {
   };
   const std::vector<Row> rows = {
       {kNone, "float32", false, false},    {kNone, "bfloat16", false, false},
-      {kAvx512, "float32", true, true},    {kAvx512, "float16", true, false},
+      {kAvx2, "float32", true, true},      {kAvx2, "float16", true, true},
+      {kAvx2, "bfloat16", false, false},   {{.avx512 = true}, "float32", true, true},
+      {kAvx512, "float32", true, true},    {kAvx512, "float16", true, true},
       {kAvx512, "bfloat16", false, false}, {kBf16, "float32", true, true},
       {kBf16, "float16", true, true},      {kBf16, "bfloat16", true, true},
       {kBf16, "float64", false, false},    {kAmx, "float32", true, false},
-      {kAmx, "bfloat16", true, false},     {{false, true, false}, "bfloat16", false, false},
+      {kAmx, "bfloat16", true, false},     {{.avx512_bf16 = true}, "bfloat16", false, false},
   };
   const bool is_built = flash::instance_for(kBf16, "bfloat16") != nullptr;  // only for x86-64
   if (!is_built) std::cout << "[   KERNEL ] cpu_flash is not part of this build" << std::endl;
@@ -68,11 +71,12 @@ TEST(CpuFlashFeatures, WhichProcessorRunsWhat) {
 TEST(CpuFlashFeatures, AListAdmitsNoMoreThanTheProcessorHas) {
   EXPECT_EQ(flash::admitted(kAmx, ""), kAmx);
   EXPECT_EQ(flash::admitted(kAmx, "none"), kNone);
-  EXPECT_EQ(flash::admitted(kAmx, "avx512"), kAvx512);
-  EXPECT_EQ(flash::admitted(kAmx, "avx512,avx512_bf16"), kBf16);
-  EXPECT_EQ(flash::admitted(kAvx512, "avx512,avx512_bf16,amx"), kAvx512);
+  EXPECT_EQ(flash::admitted(kAmx, "avx2"), kAvx2);
+  EXPECT_EQ(flash::admitted(kAmx, "avx512"), (Features{.avx512 = true}));
+  EXPECT_EQ(flash::admitted(kAmx, "avx2,avx512,avx512_bf16"), kBf16);
+  EXPECT_EQ(flash::admitted(kAvx512, "avx2,avx512,avx512_bf16,amx"), kAvx512);
   std::string unknown;
-  EXPECT_EQ(flash::admitted(kAmx, "avx512,avx10,sse", &unknown), kAvx512);
+  EXPECT_EQ(flash::admitted(kAmx, "avx2,avx512,avx10,sse", &unknown), kAvx512);
   EXPECT_EQ(unknown, "avx10");
 }
 
@@ -80,7 +84,7 @@ TEST(CpuFlashFeatures, TheVariableIsReadAtEveryCall) {
   const Features all = flash::processor_features();
   const Variable none("ULYSSES_CPU_FEATURES", "none");
   EXPECT_EQ(flash::features(), kNone);
-  const Variable some("ULYSSES_CPU_FEATURES", "avx512,avx512_bf16,amx");
+  const Variable some("ULYSSES_CPU_FEATURES", "avx2,avx512,avx512_bf16,amx");
   EXPECT_EQ(flash::features(), all);
 }
 

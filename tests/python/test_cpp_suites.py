@@ -67,6 +67,11 @@ def test_cpp_suite(program: str, suite: str) -> None:
     assert found["tests"] > 0 and all(test["result"] == "COMPLETED" for test in found["testsuite"])
 
 
+@pytest.mark.parametrize("features", ["none", "avx2", "avx512"])
+def test_our_kernels_suites_pass_on_lesser_processors(features: str) -> None:
+    assert_passed(run(program_path("dev", "ulysses_tests"), "--gtest_filter=CpuFlash*", ULYSSES_CPU_FEATURES=features))
+
+
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("preset", ["asan", "tsan"])

@@ -115,30 +115,30 @@ def test_an_unknown_name_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_unknown_feature_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ULYSSES_CPU_FEATURES", "avx2")
-    _refused(ValueError, "CP031", 'ULYSSES_CPU_FEATURES="avx2"', "none, avx512, avx512_bf16, amx")
+    monkeypatch.setenv("ULYSSES_CPU_FEATURES", "avx10")
+    _refused(ValueError, "CP031", 'ULYSSES_CPU_FEATURES="avx10"', "none, avx2, avx512, avx512_bf16, amx")
 
 
 def test_a_named_kernel_says_which_features_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ULYSSES_CPU_FEATURES", "none")
-    missing = "needs AVX-512 (F, DQ, BW, VL) for float32, and this processor offers neither AVX-512 nor AMX"
+    missing = "needs AVX2 or AVX-512 for float32, and this processor offers none of AVX2, AVX-512 and AMX"
     _refused(NotImplementedError, "CP032", "kernel=cpu_flash", missing, dtype=torch.float32, kernel="cpu_flash")
     monkeypatch.setenv("ULYSSES_KERNEL", "cpu_flash")
     _refused(NotImplementedError, "CP032", "ULYSSES_KERNEL=cpu_flash", missing, dtype=torch.float32)
 
 
 def test_a_named_kernel_says_which_head_dims_it_takes() -> None:
-    why = "16, 32, 48, … 256, not 8" if is_ours(torch.float32) else "needs AVX-512"
+    why = "16, 32, 48, … 256, not 8" if is_ours(torch.float32) else "needs AVX2"
     _refused(NotImplementedError, "CP032", "head_dim=8", why, dtype=torch.float32, kernel="cpu_flash")
 
 
 def test_files_for_newer_processors_export_nothing_that_others_could_be_linked_to() -> None:
     """A weak symbol, as of an inline function, may be the copy that all of the library's code calls."""
-    objects = sorted(OBJECTS.glob("kernels/cpu_flash/avx512*.o"))
+    objects = sorted(OBJECTS.glob("kernels/cpu_flash/avx*.o"))
     for path in objects:
         listing = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
         symbols = [line.split(maxsplit=2) for line in listing.splitlines() if line[:1] != " "]
         exported = [name for _, kind, name in symbols if kind.isupper()]
-        assert exported and all("::flash::kAvx512" in name for name in exported), (path, exported)
+        assert exported and all("::flash::kAvx" in name for name in exported), (path, exported)
         assert not [name for _, kind, name in symbols if kind in "wWvVuV"], path
-    assert len(objects) == 2 or not is_ours(torch.bfloat16), objects
+    assert len(objects) == 3 or not is_ours(torch.bfloat16), objects

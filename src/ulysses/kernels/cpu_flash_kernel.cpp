@@ -42,7 +42,7 @@ flash::Shape shape_of(const at::Tensor& q, const at::Tensor& k, const KernelOpti
 at::Tensor words(int64_t count) { return at::empty({count}, at::TensorOptions().dtype(at::kInt)); }
 uint32_t* begin_of(const at::Tensor& words) { return static_cast<uint32_t*>(words.mutable_data_ptr()); }
 
-// Our own kernel: see cpu_flash/avx512_forward.h and avx512_backward.h. Forward and backward sum in float32; neither
+// Our own kernel: see cpu_flash/forward.h and backward.h. Forward and backward sum in float32; neither
 // depends on the number of threads, bit for bit, and rows of out and dq do not on how queries and heads are split.
 class CpuFlashKernel final : public Kernel {
  public:
@@ -54,8 +54,9 @@ class CpuFlashKernel final : public Kernel {
       return base::cat("takes float32, bfloat16 or float16, not ", need.dtype);
     const flash::Features features = flash::features();
     if (flash::instance_for(features, need.dtype) == nullptr)
-      return base::cat("needs AVX-512 (F, DQ, BW, VL)", need.dtype == "bfloat16" ? " and AVX512_BF16" : "", " for ",
-                       need.dtype, ", and this processor offers ", flash::describe(features));
+      return base::cat("needs ",
+                       need.dtype == "bfloat16" ? "AVX-512 (F, DQ, BW, VL) and AVX512_BF16" : "AVX2 or AVX-512",
+                       " for ", need.dtype, ", and this processor offers ", flash::describe(features));
     if (need.head_dim != need.v_head_dim)
       return base::cat("needs v_head_dim equal to head_dim=", need.head_dim, ", not ", need.v_head_dim);
     if (need.head_dim % kHeadDimStep != 0 || need.head_dim > kMaxHeadDim)

@@ -33,8 +33,8 @@ std::vector<base::Problem> environment_problems() {
   std::string unknown;
   flash::admitted({}, variable("ULYSSES_CPU_FEATURES"), &unknown);
   if (!unknown.empty())
-    problems.push_back(
-        contract::unknown_word("CP031", "ULYSSES_CPU_FEATURES", unknown, {"none", "avx512", "avx512_bf16", "amx"}));
+    problems.push_back(contract::unknown_word("CP031", "ULYSSES_CPU_FEATURES", unknown,
+                                              {"none", "avx2", "avx512", "avx512_bf16", "amx"}));
   return problems;
 }
 

@@ -1,63 +1,59 @@
 #pragma once
 
-// Registers of our CPU attention kernel. A word is 4 bytes of the summed dimension: two bfloat16 or one float32.
-// Included only by files that are compiled for AVX-512, hence the unnamed namespace and no template of std: a copy of
-// either must not be one that the linker may choose for code that runs on every processor.
+// Registers of 16 lanes, for files that are compiled for AVX-512. avx2_words.h has the same names.
 #include <immintrin.h>
-#include <math.h>
-#include <string.h>
 
-#include "ulysses/kernels/cpu_flash/call.h"
+#include "ulysses/kernels/cpu_flash/words.h"
 
-#define ULYSSES_UNROLL _Pragma("GCC unroll 16")
-#define ULYSSES_INLINE inline __attribute__((always_inline))
+#define ULYSSES_CPU_FLASH_WORDS
 
 namespace ulysses::kernels::flash {
 namespace {
 
-enum class Type { kFloat32, kFloat16, kBfloat16 };
-
-using Word = uint32_t;
 using Floats = __m512;
 using Words = __m512i;
+using Mask = __mmask16;
 
 constexpr int64_t kLanes = 16;
-constexpr int kRows = 8;  // rows of a register tile: kRows × N accumulators, N ≤ 3
-constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2e = 1.44269504F;
+constexpr int kRows = 8;  // rows of a register tile: 8 × 3 accumulators of 32 registers
 
-template <Type T>
-constexpr int kPerWord = T == Type::kBfloat16 ? 2 : 1;
-template <Type T>
-constexpr int64_t kBytes = T == Type::kFloat32 ? 4 : 2;
+ULYSSES_INLINE Mask first_lanes(int64_t n) {
+  return n >= kLanes ? 0xffff : n <= 0 ? 0 : static_cast<Mask>((1U << n) - 1);
+}
+ULYSSES_INLINE Mask lanes_from(int64_t first) {
+  const Words lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(static_cast<int>(clamped(first, 0, kLanes))));
+}
+ULYSSES_INLINE Mask greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+ULYSSES_INLINE Mask not_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
+ULYSSES_INLINE Mask either(Mask a, Mask b) { return a | b; }
+ULYSSES_INLINE bool is_any(Mask mask) { return mask != 0; }
+ULYSSES_INLINE Floats select(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
 
-ULYSSES_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-ULYSSES_INLINE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-ULYSSES_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-ULYSSES_INLINE int64_t to_lanes(int64_t n) { return divide_up(n, kLanes) * kLanes; }
-ULYSSES_INLINE __mmask16 first_lanes(int64_t n) {
-  return n >= kLanes ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1U << n) - 1);
+ULYSSES_INLINE Floats in_all(float x) { return _mm512_set1_ps(x); }
+ULYSSES_INLINE Words in_all(Word x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+ULYSSES_INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
+ULYSSES_INLINE void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+ULYSSES_INLINE Words load(const Word* from) { return _mm512_loadu_si512(from); }
+ULYSSES_INLINE void store(Word* to, Words x) { _mm512_storeu_si512(to, x); }
+// The first `count` of 16 lanes, `otherwise` in the rest.
+ULYSSES_INLINE Floats load_some(const float* from, int64_t count, float otherwise) {
+  return _mm512_mask_loadu_ps(in_all(otherwise), first_lanes(count), from);
 }
 
-template <Type T>
-ULYSSES_INLINE int64_t words_of(int64_t elements) {
-  return divide_up(elements, kPerWord<T>);
-}
+ULYSSES_INLINE Floats higher(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+ULYSSES_INLINE Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+ULYSSES_INLINE Floats multiply_subtract(Floats a, Floats b, Floats less) { return _mm512_fmsub_ps(a, b, less); }
+ULYSSES_INLINE float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 
-// Where row `token` of a head starts.
-template <Type T>
-ULYSSES_INLINE const char* row_of(const Rows& x, int64_t batch, int64_t head, int64_t token) {
-  return static_cast<const char*>(x.data) + (batch * x.batch + head * x.head + token * x.token) * kBytes<T>;
-}
-template <Type T>
-ULYSSES_INLINE char* row_of(const MutableRows& x, int64_t batch, int64_t head, int64_t token) {
-  return static_cast<char*>(x.data) + (batch * x.batch + head * x.head + token * x.token) * kBytes<T>;
-}
+// x − floor(x), and x · 2^floor(y): exactly 0 for y = −inf.
+ULYSSES_INLINE Floats fraction_of(Floats x) { return _mm512_reduce_ps(x, 1); }
+ULYSSES_INLINE Floats scaled_by_exp2(Floats x, Floats y) { return _mm512_scalef_ps(x, y); }
 
 // `words` words of a row, from its word `first` on; zero behind them.
 template <Type T>
 ULYSSES_INLINE Words load_words(const char* row, int64_t first, int64_t words) {
-  const __mmask16 mask = first_lanes(words);
+  const Mask mask = first_lanes(words);
   if constexpr (T == Type::kFloat16)
     return _mm512_castps_si512(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, row + first * 2)));
   return _mm512_maskz_loadu_epi32(mask, row + first * 4);
@@ -65,7 +61,7 @@ ULYSSES_INLINE Words load_words(const char* row, int64_t first, int64_t words) {
 
 template <Type T>
 ULYSSES_INLINE void store_words(char* row, int64_t first, int64_t words, Words x) {
-  const __mmask16 mask = first_lanes(words);
+  const Mask mask = first_lanes(words);
   if constexpr (T == Type::kFloat16) {
     const __m256i halves = _mm512_cvtps_ph(_mm512_castsi512_ps(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_mask_storeu_epi16(row + first * 2, mask, halves);
@@ -111,66 +107,22 @@ ULYSSES_INLINE Words to_words(Floats low, Floats high) {
   return _mm512_castps_si512(low);
 }
 
+// Lane i → the word of elements i of two rows of bfloat16; a row that is null is zero.
 template <Type T>
-ULYSSES_INLINE Floats multiply_add(Floats sum, Words a, Words b) {
+ULYSSES_INLINE Words interleaved(const char* low, const char* high) {
+  const auto half = [](const char* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  };
+  return high == nullptr ? half(low) : _mm512_or_si512(half(low), _mm512_slli_epi32(half(high), 16));
+}
+
+// Sums of products, of pairs for bfloat16.
+template <Type T>
+ULYSSES_INLINE Floats multiply_words(Floats sum, Words a, Words b) {
 #ifdef __AVX512BF16__
   if constexpr (T == Type::kBfloat16) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #endif
   return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-}
-
-// sum[r][j] += Σ over `words` words w of a[r · a_row + w], the same in every lane, · b[w · b_word + 16 · j + lane]
-template <Type T, int N>
-ULYSSES_INLINE void multiply_rows(Floats (&sum)[kRows][N], const Word* a, int64_t a_row, const Word* b, int64_t b_word,
-                                  int64_t words) {
-  for (int64_t w = 0; w < words; ++w, ++a, b += b_word) {
-    Words lanes[N];
-    ULYSSES_UNROLL for (int j = 0; j < N; ++j) lanes[j] = _mm512_loadu_si512(b + j * kLanes);
-    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
-      const Words same = _mm512_set1_epi32(static_cast<int>(a[r * a_row]));
-      ULYSSES_UNROLL for (int j = 0; j < N; ++j) sum[r][j] = multiply_add<T>(sum[r][j], lanes[j], same);
-    }
-  }
-}
-
-// The same with `a` packed in tiles of 16 rows × 16 words, one row of them behind the other, from word `skip` on.
-template <Type T, int N>
-ULYSSES_INLINE void multiply_tiles(Floats (&sum)[kRows][N], const Word* a, int64_t skip, const Word* b, int64_t b_word,
-                                   int64_t words) {
-  while (words > 0) {
-    const int64_t now = lesser(kLanes - skip, words);
-    multiply_rows<T, N>(sum, a + skip, kLanes, b, b_word, now);
-    words -= now, b += now * b_word, a += kLanes * kLanes, skip = 0;
-  }
-}
-
-template <int N>
-ULYSSES_INLINE void clear(Floats (&sum)[kRows][N]) {
-  ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
-    ULYSSES_UNROLL for (int j = 0; j < N; ++j) sum[r][j] = _mm512_setzero_ps();
-  }
-}
-
-// 2^x: a polynomial of x − floor(x), of degree 4 (relative error 3e-6) for bfloat16 or 6 (6e-8); scalef floors x
-// itself, gives 0 far below and exactly 0 for −inf.
-template <Type T>
-ULYSSES_INLINE Floats exp2_of(Floats x) {
-  const Floats f = _mm512_reduce_ps(x, 1);
-  Floats p;
-  if constexpr (T == Type::kBfloat16) {
-    p = _mm512_fmadd_ps(_mm512_set1_ps(1.3534167e-2F), f, _mm512_set1_ps(5.2011464e-2F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4144275e-1F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9300383e-1F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0000026F));
-  } else {
-    p = _mm512_fmadd_ps(_mm512_set1_ps(2.1702255e-4F), f, _mm512_set1_ps(1.2439688e-3F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6788410e-3F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5483342e-2F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022984e-1F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314698e-1F));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0F));
-  }
-  return _mm512_scalef_ps(p, x);
 }
 
 // Word (i, j) of 16 × 16 to (j, i).

@@ -67,9 +67,12 @@ struct Instance {
   void (*finish_dq)(const BackwardCall& call, int64_t begin, int64_t end);
 };
 
-// For processors with AVX-512 (F, DQ, BW, VL); bfloat16 with AVX512_BF16 besides.
+// For processors with AVX2 (and FMA, F16C); with AVX-512 (F, DQ, BW, VL); bfloat16 with AVX512_BF16 besides. float16 is
+// widened to float32.
+extern const Instance kAvx2Float32;
+extern const Instance kAvx2Float16;
 extern const Instance kAvx512Float32;
-extern const Instance kAvx512Float16;  // widened to float32
+extern const Instance kAvx512Float16;
 extern const Instance kAvx512Bfloat16;
 
 }  // namespace ulysses::kernels::flash

@@ -12,6 +12,7 @@ Features processor_features() {
   Features found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   found.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                  __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("fma");
@@ -29,7 +30,9 @@ Features admitted(const Features& found, std::string_view words, std::string* un
   while (!words.empty()) {
     const std::string_view word = words.substr(0, words.find(','));
     words.remove_prefix(word.size() < words.size() ? word.size() + 1 : word.size());
-    if (word == "avx512") {
+    if (word == "avx2") {
+      left.avx2 = found.avx2;
+    } else if (word == "avx512") {
       left.avx512 = found.avx512;
     } else if (word == "avx512_bf16") {
       left.avx512_bf16 = found.avx512_bf16;
@@ -56,12 +59,15 @@ const Instance* instance_for([[maybe_unused]] const Features& features, [[maybe_
 #ifdef ULYSSES_CPU_FLASH_AVX512_BF16
   if (features.avx512 && features.avx512_bf16 && dtype == "bfloat16") return &kAvx512Bfloat16;
 #endif
+#ifdef ULYSSES_CPU_FLASH_AVX2
+  if (features.avx2 && dtype == "float32") return &kAvx2Float32;
+  if (features.avx2 && dtype == "float16") return &kAvx2Float16;
+#endif
   return nullptr;
 }
 
 bool is_first_choice(const Features& features, std::string_view dtype) {
-  if (features.amx || instance_for(features, dtype) == nullptr) return false;
-  return dtype == "float32" || features.avx512_bf16;
+  return !features.amx && instance_for(features, dtype) != nullptr;
 }
 
 std::string describe(const Features& features) {
@@ -69,10 +75,11 @@ std::string describe(const Features& features) {
   const auto add = [&text](bool has, const char* name) {
     if (has) text += (text.empty() ? "" : ", ") + std::string(name);
   };
+  if (!features.avx512) add(features.avx2, "AVX2");
   add(features.avx512, "AVX-512");
   add(features.avx512_bf16, "AVX512_BF16");
   add(features.amx, "AMX");
-  return text.empty() ? "neither AVX-512 nor AMX" : text;
+  return text.empty() ? "none of AVX2, AVX-512 and AMX" : text;
 }
 
 }  // namespace ulysses::kernels::flash

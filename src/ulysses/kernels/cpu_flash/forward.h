@@ -1,14 +1,14 @@
 #pragma once
 
-#include "ulysses/kernels/cpu_flash/avx512_pack.h"
+#include "ulysses/kernels/cpu_flash/pack.h"
 
-// The forward of our CPU attention kernel. Scores are held transposed, Sᵀ[key][query], so that the 16 lanes of a
-// register are 16 queries: the softmax has no step across lanes, and its pairs (key, key + 1) are what the product with
+// The forward of our CPU attention kernel. Scores are held transposed, Sᵀ[key][query], so that the lanes of a
+// register are queries: the softmax has no step across lanes, and its pairs (key, key + 1) are what the product with
 // V reads.
 //
-//   Sᵀ [8 keys × 48 queries] = K rows · Q lanes          K packed in rows, Q per tile, by word
-//   Pᵀ = 2^((Sᵀ − m) · c)                                 m, the reference of a query: moved lazily
-//   Oᵀ [d][48 queries] += Vᵀ columns · Pᵀ                 once per 256 keys (float32: 128)
+//   Sᵀ [kRows keys × 3 · kLanes queries] = K rows · Q lanes    K packed in rows, Q per tile, by word
+//   Pᵀ = 2^((Sᵀ − m) · c)                                      m, the reference of a query: moved lazily
+//   Oᵀ [d][queries] += Vᵀ columns · Pᵀ                         once per 256 keys (float32: 128)
 //
 // Note [Lazy reference]: a query's reference moves only when one of its scores passes it by 2^8, so the running output
 // is hardly ever rescaled. A lane moves alone and sums keep their order, so that a row's bits depend on its own query
@@ -30,7 +30,7 @@ int64_t forward_scratch_words(const Shape& shape) {
   return kMost * (words_of<T>(shape.head_dim) + kBlockKeys<T> / kPerWord<T> + 2 * shape.head_dim);
 }
 
-// One tile of 16 · N queries of one head.
+// One tile of kLanes · N queries of one head.
 template <Type T, int N>
 struct ForwardTile {
   static constexpr int64_t kWidth = N * kLanes;
@@ -48,8 +48,8 @@ struct ForwardTile {
   ULYSSES_INLINE void start() {
     memset(sums, 0, sizeof(float) * static_cast<size_t>(shape.head_dim * kWidth));
     for (int j = 0; j < N; ++j) {
-      reference[j] = limit[j] = _mm512_set1_ps(kLowest);
-      total[j] = _mm512_setzero_ps();
+      reference[j] = limit[j] = in_all(kLowest);
+      total[j] = Floats{};
     }
   }
 
@@ -61,7 +61,7 @@ struct ForwardTile {
       Floats sum[kRows][N];
       ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
         ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
-          sum[r][j] = from > 0 ? _mm512_load_ps(held + r * kWidth + j * kLanes) : _mm512_setzero_ps();
+          sum[r][j] = from > 0 ? load(held + r * kWidth + j * kLanes) : Floats{};
         }
       }
       const Word* columns = values + d / kLanes * kLanes * row + first / kLanes * kLanes * kLanes + d % kLanes * kLanes;
@@ -69,54 +69,52 @@ struct ForwardTile {
       ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
         ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
           const int64_t at = r * kWidth + j * kLanes;
-          if (ends) sum[r][j] = _mm512_add_ps(sum[r][j], _mm512_load_ps(whole + at));
-          _mm512_store_ps((ends ? whole : held) + at, sum[r][j]);
+          if (ends) sum[r][j] = sum[r][j] + load(whole + at);
+          store((ends ? whole : held) + at, sum[r][j]);
         }
       }
     }
   }
 
   // The lanes whose highest score passed the limit get it as their reference, and their sums so far are scaled to it.
-  __attribute__((noinline)) void move_references(const Floats (&highest)[N], const __mmask16 (&passed)[N],
-                                                 bool has_part) {
+  __attribute__((noinline)) void move_references(const Floats (&highest)[N], const Mask (&passed)[N], bool has_part) {
     for (int j = 0; j < N; ++j) {
-      const Floats to = _mm512_mask_mov_ps(reference[j], passed[j], highest[j]);
-      const Floats down =
-          exp2_of<Type::kFloat32>(_mm512_mul_ps(_mm512_sub_ps(reference[j], to), _mm512_set1_ps(factor)));
-      const Floats by = _mm512_mask_mov_ps(_mm512_set1_ps(1.0F), passed[j], down);
+      const Floats to = select(passed[j], highest[j], reference[j]);
+      const Floats down = exp2_of<Type::kFloat32>((reference[j] - to) * in_all(factor));
+      const Floats by = select(passed[j], down, in_all(1.0F));
       reference[j] = to;
-      limit[j] = _mm512_mask_add_ps(limit[j], passed[j], to, _mm512_set1_ps(kSlack / factor));
-      total[j] = _mm512_mul_ps(total[j], by);
-      block_total[j] = _mm512_mul_ps(block_total[j], by);
+      limit[j] = select(passed[j], to + in_all(kSlack / factor), limit[j]);
+      total[j] = total[j] * by;
+      block_total[j] = block_total[j] * by;
       for (int64_t d = 0; d < shape.head_dim; ++d) {
         float *whole = sums + d * kWidth + j * kLanes, *held = part + d * kWidth + j * kLanes;
-        _mm512_store_ps(whole, _mm512_mul_ps(by, _mm512_load_ps(whole)));
-        if (has_part) _mm512_store_ps(held, _mm512_mul_ps(by, _mm512_load_ps(held)));
+        store(whole, by * load(whole));
+        if (has_part) store(held, by * load(held));
       }
     }
   }
 
   // Whether a score of a lane passes its limit; the highest of each lane besides.
-  ULYSSES_INLINE bool passes_limit(const Floats (&scores)[kRows][N], Floats (&highest)[N], __mmask16 (&passed)[N]) {
-    unsigned any = 0;
+  ULYSSES_INLINE bool passes_limit(const Floats (&scores)[kRows][N], Floats (&highest)[N], Mask (&passed)[N]) {
+    Mask any{};
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
       highest[j] = scores[0][j];
-      ULYSSES_UNROLL for (int r = 1; r < kRows; ++r) highest[j] = _mm512_max_ps(highest[j], scores[r][j]);
-      passed[j] = _mm512_cmp_ps_mask(highest[j], limit[j], _CMP_GT_OQ);
-      any |= passed[j];
+      ULYSSES_UNROLL for (int r = 1; r < kRows; ++r) highest[j] = higher(highest[j], scores[r][j]);
+      passed[j] = greater(highest[j], limit[j]);
+      any = either(any, passed[j]);
     }
-    return any != 0;
+    return is_any(any);
   }
 
   // Scores → weights in `to`, by key word. (s − m) · c, not s · c − m · c: that overflows for huge scores.
   ULYSSES_INLINE void weigh(Floats (&scores)[kRows][N], Word* to) {
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
       ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
-        scores[r][j] = exp2_of<T>(_mm512_mul_ps(_mm512_sub_ps(scores[r][j], reference[j]), _mm512_set1_ps(factor)));
-        block_total[j] = _mm512_add_ps(block_total[j], scores[r][j]);
+        scores[r][j] = exp2_of<T>((scores[r][j] - reference[j]) * in_all(factor));
+        block_total[j] = block_total[j] + scores[r][j];
       }
       ULYSSES_UNROLL for (int r = 0; r < kRows; r += kPair) {
-        _mm512_store_si512(to + r / kPair * kWidth + j * kLanes, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
+        store(to + r / kPair * kWidth + j * kLanes, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
       }
     }
   }
@@ -125,10 +123,10 @@ struct ForwardTile {
     const int64_t block_end = lesser(block + kBlockKeys<T>, seen.end);
     const int64_t words = words_of<T>(shape.head_dim);
     int64_t done = 0;  // key words of the block that are in `part`
-    for (int j = 0; j < N; ++j) block_total[j] = _mm512_setzero_ps();
+    for (int j = 0; j < N; ++j) block_total[j] = Floats{};
     for (int64_t key = block; key < block_end; key += kRows) {
       Floats scores[kRows][N], highest[N];
-      __mmask16 passed[N];
+      Mask passed[N];
       clear(scores);
       const Word* rows = keys + key / kLanes * row_tile_words<T>(shape) + key % kLanes * kLanes;
       multiply_tiles<T, N>(scores, rows, 0, queries, kWidth, words);
@@ -142,7 +140,7 @@ struct ForwardTile {
       weigh(scores, weights + (key - block) / kPair * kWidth);
     }
     add_values(block / kPair, done, divide_up(block_end - block, kRows) * kRows / kPair, true);
-    for (int j = 0; j < N; ++j) total[j] = _mm512_add_ps(total[j], block_total[j]);
+    for (int j = 0; j < N; ++j) total[j] = total[j] + block_total[j];
   }
 
   // out = O / l, and lse = m · scale + ln l. Rows without keys: 0 and −inf.
@@ -150,14 +148,13 @@ struct ForwardTile {
     Floats inverse[N];
     for (int j = 0; j < N; ++j) {
       alignas(64) float references[kLanes], totals[kLanes];
-      _mm512_store_ps(references, reference[j]);
-      _mm512_store_ps(totals, total[j]);
+      store(references, reference[j]);
+      store(totals, total[j]);
       for (int64_t i = 0; i < kLanes && begin + j * kLanes + i < end; ++i) {
         const float top = references[i] * static_cast<float>(shape.scale);
         lse[begin + j * kLanes + i] = totals[i] == 0 ? -kInfinity : top + logf(totals[i]);
       }
-      const __mmask16 has_keys = _mm512_cmp_ps_mask(total[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
-      inverse[j] = _mm512_maskz_div_ps(has_keys, _mm512_set1_ps(1.0F), total[j]);
+      inverse[j] = select(not_equal(total[j], Floats{}), in_all(1.0F) / total[j], Floats{});
     }
     store_query_lanes<T, N>(sums, shape, out, batch, head, begin, end, inverse);
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "ulysses/kernels/cpu_flash/avx512_pack.h"
+#include "ulysses/kernels/cpu_flash/pack.h"
 
 // The backward of our CPU attention kernel: five products a tile, on the same transposed scores as the forward.
 //
@@ -78,24 +78,24 @@ struct BackwardTile {
   ULYSSES_INLINE void pack_pairs(Word* out, const Rows& x, int64_t batch, int64_t head) {
     for (int64_t w = 0; w < kRowWords; ++w) {
       for (int64_t d = 0; d < shape.head_dim; d += kLanes)
-        _mm512_storeu_si512(out + w * shape.head_dim + d, row_pair<T>(x, batch, head, begin + w * kPair, end, d));
+        store(out + w * shape.head_dim + d, row_pair<T>(x, batch, head, begin + w * kPair, end, d));
     }
   }
 
-  ULYSSES_INLINE void load(const BackwardCall& call, int64_t batch, int64_t head) {
+  ULYSSES_INLINE void load_queries(const BackwardCall& call, int64_t batch, int64_t head) {
     pack_query_lanes<T, N>(scratch.q_lanes, shape, call.q, batch, head, begin, end);
     pack_query_lanes<T, N>(scratch.grad_lanes, shape, call.grad_out, batch, head, begin, end);
     pack_pairs(scratch.q_pairs, call.q, batch, head);
     pack_pairs(scratch.grad_pairs, call.grad_out, batch, head);
     const int64_t row = (batch * shape.heads + head) * shape.q_len + begin;
     for (int j = 0; j < N; ++j) {
-      const __mmask16 mask = first_lanes(end - begin - j * kLanes);
-      lse[j] = _mm512_mask_loadu_ps(_mm512_set1_ps(kInfinity), mask, call.lse + row + j * kLanes);
-      dot[j] = _mm512_maskz_loadu_ps(mask, call.row_dot + row + j * kLanes);
+      const int64_t count = end - begin - j * kLanes;
+      lse[j] = load_some(call.lse + row + j * kLanes, count, kInfinity);
+      dot[j] = load_some(call.row_dot + row + j * kLanes, count, 0.0F);
     }
   }
 
-  // Weights and score gradients of keys [key, key + 8) into row `at` of the held block.
+  // Weights and score gradients of keys [key, key + kRows) into row `at` of the held block.
   ULYSSES_INLINE void weigh(int64_t key, int64_t at) {
     const int64_t words = words_of<T>(shape.head_dim);
     const int64_t tile = key / kLanes * row_tile_words<T>(shape) + key % kLanes * kLanes;
@@ -105,8 +105,8 @@ struct BackwardTile {
     if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, begin);
     ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
       ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
-        const Floats above = _mm512_fmsub_ps(scores[r][j], _mm512_set1_ps(static_cast<float>(shape.scale)), lse[j]);
-        weights[r][j] = exp2_of<T>(_mm512_mul_ps(above, _mm512_set1_ps(kLog2e)));
+        const Floats above = multiply_subtract(scores[r][j], in_all(static_cast<float>(shape.scale)), lse[j]);
+        weights[r][j] = exp2_of<T>(above * in_all(kLog2e));
         char* row = reinterpret_cast<char*>(scratch.weight_rows + (at + r) * kRowWords);
         store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, weights[r][j]);
       }
@@ -115,13 +115,13 @@ struct BackwardTile {
     multiply_tiles<T, N>(scores, v_rows + tile, 0, scratch.grad_lanes, kWidth, words);
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
       ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
-        scores[r][j] = _mm512_mul_ps(weights[r][j], _mm512_sub_ps(scores[r][j], dot[j]));
+        scores[r][j] = weights[r][j] * (scores[r][j] - dot[j]);
         char* row = reinterpret_cast<char*>(scratch.score_rows + (at + r) * kRowWords);
         store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, scores[r][j]);
       }
       ULYSSES_UNROLL for (int r = 0; r < kRows; r += kPair) {
         Word* to = scratch.scores + (at + r) / kPair * kWidth + j * kLanes;
-        _mm512_store_si512(to, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
+        store(to, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
       }
     }
   }
@@ -138,13 +138,13 @@ struct BackwardTile {
       ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
         ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
           float* at = to + r * kWidth + j * kLanes;
-          _mm512_store_ps(at, first ? sum[r][j] : _mm512_add_ps(sum[r][j], _mm512_load_ps(at)));
+          store(at, first ? sum[r][j] : sum[r][j] + load(at));
         }
       }
     }
   }
 
-  // sums[key][d] += rows[key][query word] · pairs[query word][d], for 16 · M columns from d on.
+  // sums[key][d] += rows[key][query word] · pairs[query word][d], for kLanes · M columns from d on.
   template <int M>
   ULYSSES_INLINE void add_columns(float* sums, const Word* rows, const Word* pairs, int64_t d) {
     Floats sum[kRows][M];
@@ -153,7 +153,7 @@ struct BackwardTile {
     ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
       ULYSSES_UNROLL for (int j = 0; j < M; ++j) {
         float* at = sums + r * shape.head_dim + d + j * kLanes;
-        _mm512_storeu_ps(at, _mm512_add_ps(sum[r][j], _mm512_loadu_ps(at)));
+        store(at, sum[r][j] + load(at));
       }
     }
   }
@@ -199,7 +199,7 @@ void differentiate_tile(const BackwardCall& call, const GradScratch<T>& scratch,
   tile.k_columns = call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim;
   tile.dq = dq_part(call, part, batch, head) + q_begin * shape.head_dim;
   tile.begin = q_begin, tile.end = end, tile.seen = seen;
-  tile.load(call, batch, head);
+  tile.load_queries(call, batch, head);
   tile.run(key_begin, key_end, key_begin % key_parts(shape).keys == 0);
 }
 
@@ -209,7 +209,7 @@ void store_key_grads(const float* sums, float factor, const Shape& shape, const 
                      int64_t head, int64_t begin, int64_t end) {
   for (int64_t key = begin; key < end; ++key, sums += shape.head_dim) {
     for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
-      const Floats scaled = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_loadu_ps(sums + d));
+      const Floats scaled = in_all(factor) * load(sums + d);
       store_floats<T>(row_of<T>(x, batch, head, key) + d * kBytes<T>, scaled);
     }
   }
@@ -270,11 +270,11 @@ void dot_rows(const BackwardCall& call, int64_t begin, int64_t end) {
     const int64_t batch = row / shape.q_len / shape.heads;
     const char* out = row_of<T>(call.out, batch, head, token);
     const char* grad = row_of<T>(call.grad_out, batch, head, token);
-    Floats sum = _mm512_setzero_ps();
+    Floats sum{};
     for (int64_t d = 0; d < shape.head_dim; d += kLanes)
-      sum = _mm512_fmadd_ps(load_floats<T>(out + d * kBytes<T>), load_floats<T>(grad + d * kBytes<T>), sum);
+      sum = multiply_add(load_floats<T>(out + d * kBytes<T>), load_floats<T>(grad + d * kBytes<T>), sum);
     const float of_lse = call.grad_lse == nullptr ? 0.0F : call.grad_lse[row];
-    call.row_dot[row] = _mm512_reduce_add_ps(sum) - of_lse;
+    call.row_dot[row] = sum_of(sum) - of_lse;
   }
 }
 
@@ -302,11 +302,10 @@ void finish_tile(const BackwardCall& call, int64_t batch, int64_t head, int64_t 
   if (seen == 0) memset(sums, 0, sizeof(float) * static_cast<size_t>(size));
   for (int64_t part = 1; part < parts.count && part * parts.keys < seen; ++part) {
     const float* more = dq_part(call, part, batch, head) + begin * shape.head_dim;
-    for (int64_t i = 0; i < size; i += kLanes)
-      _mm512_store_ps(sums + i, _mm512_add_ps(_mm512_load_ps(sums + i), _mm512_load_ps(more + i)));
+    for (int64_t i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(more + i));
   }
   Floats factor[N];
-  for (int j = 0; j < N; ++j) factor[j] = _mm512_set1_ps(static_cast<float>(shape.scale));
+  for (int j = 0; j < N; ++j) factor[j] = in_all(static_cast<float>(shape.scale));
   store_query_lanes<T, N>(sums, shape, call.dq, batch, head, begin, end, factor);
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "ulysses/kernels/cpu_flash/avx512_words.h"
+#include "ulysses/kernels/cpu_flash/products.h"
 
 // The layouts that the products read, packed once from tensors of any strides.
 namespace ulysses::kernels::flash {
@@ -8,10 +8,10 @@ namespace {
 
 constexpr int64_t kPieceKeys = 256;  // keys of one packing task
 
-// Queries are cut into tiles of 48 lanes; the last ones have 32 or 16, two of 32 before one of 16 is left over.
+// Queries are cut into tiles of three registers; the last ones have two or one, two of two before a single one is left.
 struct QueryTile {
   int64_t begin;
-  int registers;  // lanes = 16 · registers
+  int registers;  // lanes = kLanes · registers
 };
 
 ULYSSES_INLINE int64_t num_query_tiles(int64_t q_len) { return divide_up(divide_up(q_len, kLanes), 3); }
@@ -38,7 +38,7 @@ ULYSSES_INLINE SeenKeys seen_keys(const Shape& shape, int64_t q_begin, int64_t q
 }
 
 template <Type T>
-ULYSSES_INLINE int64_t row_tile_words(const Shape& shape) {  // 16 keys
+ULYSSES_INLINE int64_t row_tile_words(const Shape& shape) {  // kLanes keys
   return kLanes * to_lanes(words_of<T>(shape.head_dim));
 }
 template <Type T>
@@ -63,7 +63,7 @@ ULYSSES_INLINE KeyPiece key_piece(const Shape& shape, int64_t task) {
   return {kv_head, kv_head / shape.kv_heads, kv_head % shape.kv_heads, first, lesser(first + kPieceKeys, shape.kv_len)};
 }
 
-// Keys [begin, end) of a head → out[key / 16][word / 16][16 keys][16 words], zero behind the last key.
+// Keys [begin, end) of a head → out[key / L][word / L][L keys][L words] with L = kLanes, zero behind the last key.
 template <Type T>
 void pack_key_rows(Word* out, const Shape& shape, const Rows& x, int64_t batch, int64_t head, int64_t begin,
                    int64_t end) {
@@ -74,26 +74,26 @@ void pack_key_rows(Word* out, const Shape& shape, const Rows& x, int64_t batch, 
       for (int64_t i = 0; i < kLanes; ++i) {
         const bool is_key = s + i < shape.kv_len;
         const Words row = is_key ? load_words<T>(row_of<T>(x, batch, head, s + i), w, words - w) : Words{};
-        _mm512_store_si512(tile + i * kLanes, row);
+        store(tile + i * kLanes, row);
       }
     }
   }
 }
 
-// The word (row, row + 1) of 16 columns from d on; float32: row. Rows from `end` on are zero.
+// The word (row, row + 1) of kLanes columns from d on; float32: row. Rows from `end` on are zero.
 template <Type T>
 ULYSSES_INLINE Words row_pair(const Rows& x, int64_t batch, int64_t head, int64_t row, int64_t end, int64_t d) {
-  if constexpr (T != Type::kBfloat16)
-    return row < end ? load_words<T>(row_of<T>(x, batch, head, row), d, kLanes) : Words{};
-  const auto half = [&](int64_t at) {
-    const char* from = row_of<T>(x, batch, head, at) + d * 2;
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  };
   if (row >= end) return Words{};
-  return row + 1 < end ? _mm512_or_si512(half(row), _mm512_slli_epi32(half(row + 1), 16)) : half(row);
+  const char* low = row_of<T>(x, batch, head, row);
+  if constexpr (T == Type::kBfloat16) {
+    const char* high = row + 1 < end ? row_of<T>(x, batch, head, row + 1) + d * kBytes<T> : nullptr;
+    return interleaved<T>(low + d * kBytes<T>, high);
+  } else {
+    return load_words<T>(low, d, kLanes);
+  }
 }
 
-// Keys [begin, end) of a head → out[d / 16][key word / 16][16 columns][16 key words].
+// Keys [begin, end) of a head → out[d / L][key word / L][L columns][L key words] with L = kLanes.
 template <Type T>
 void pack_key_columns(Word* out, const Shape& shape, const Rows& x, int64_t batch, int64_t head, int64_t begin,
                       int64_t end) {
@@ -103,12 +103,12 @@ void pack_key_columns(Word* out, const Shape& shape, const Rows& x, int64_t batc
       Words r[kLanes];
       for (int i = 0; i < kLanes; ++i) r[i] = row_pair<T>(x, batch, head, (w + i) * kPerWord<T>, shape.kv_len, d);
       transpose(r);
-      for (int i = 0; i < kLanes; ++i) _mm512_store_si512(out + d * words + (w + i) * kLanes, r[i]);
+      for (int i = 0; i < kLanes; ++i) store(out + d * words + (w + i) * kLanes, r[i]);
     }
   }
 }
 
-// Queries [begin, end) of a head, at most 16 · N → out[word][16 · N lanes], zero in the lanes behind.
+// Queries [begin, end) of a head, at most kLanes · N → out[word][kLanes · N lanes], zero in the lanes behind.
 template <Type T, int N>
 void pack_query_lanes(Word* out, const Shape& shape, const Rows& x, int64_t batch, int64_t head, int64_t begin,
                       int64_t end) {
@@ -121,13 +121,12 @@ void pack_query_lanes(Word* out, const Shape& shape, const Rows& x, int64_t batc
         r[i] = row < end ? load_words<T>(row_of<T>(x, batch, head, row), w, words - w) : Words{};
       }
       transpose(r);
-      for (int i = 0; i < kLanes && w + i < words; ++i)
-        _mm512_store_si512(out + (w + i) * N * kLanes + j * kLanes, r[i]);
+      for (int i = 0; i < kLanes && w + i < words; ++i) store(out + (w + i) * N * kLanes + j * kLanes, r[i]);
     }
   }
 }
 
-// The way back: sums[d][16 · N lanes] → rows [begin, end) of x, times `factor` of each lane.
+// The way back: sums[d][kLanes · N lanes] → rows [begin, end) of x, times `factor` of each lane.
 template <Type T, int N>
 void store_query_lanes(const float* sums, const Shape& shape, const MutableRows& x, int64_t batch, int64_t head,
                        int64_t begin, int64_t end, const Floats (&factor)[N]) {
@@ -138,9 +137,7 @@ void store_query_lanes(const float* sums, const Shape& shape, const MutableRows&
       Words r[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const float* from = sums + (w + i) * kPair * N * kLanes + j * kLanes;
-        const auto scaled = [&](int64_t row) {
-          return _mm512_mul_ps(factor[j], _mm512_load_ps(from + row * N * kLanes));
-        };
+        const auto scaled = [&](int64_t row) { return factor[j] * load(from + row * N * kLanes); };
         r[i] = w + i < words ? to_words<T>(scaled(0), scaled(kPair - 1)) : Words{};
       }
       transpose(r);
@@ -150,17 +147,15 @@ void store_query_lanes(const float* sums, const Shape& shape, const MutableRows&
   }
 }
 
-// −inf into the scores of keys [key, key + 8) that a lane does not see. Lanes are the queries from q_begin on.
+// −inf into the scores of keys [key, key + kRows) that a lane does not see. Lanes are the queries from q_begin on.
 template <int N>
 ULYSSES_INLINE void hide_keys(Floats (&scores)[kRows][N], const Shape& shape, int64_t key, int64_t key_end,
                               int64_t q_begin) {
-  const Words lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
       const int64_t first = shape.is_causal ? key + r - shape.causal_offset - q_begin - j * kLanes : 0;
-      const Words first_seeing = _mm512_set1_epi32(static_cast<int>(clamped(first, 0, kLanes)));
-      const __mmask16 sees = key + r < key_end ? _mm512_cmpge_epi32_mask(lane, first_seeing) : 0;
-      scores[r][j] = _mm512_mask_mov_ps(_mm512_set1_ps(-kInfinity), sees, scores[r][j]);
+      const Mask sees = key + r < key_end ? lanes_from(first) : Mask{};
+      scores[r][j] = select(sees, scores[r][j], in_all(-kInfinity));
     }
   }
 }
