@@ -121,6 +121,39 @@ TEST(CpuFlashBits, StridesDoNotMatter) {
   }
 }
 
+// As a convolution leaves them: [B, h, D, S] in memory. What is made like one of them must not be written by its
+// strides.
+TEST(CpuFlashBits, ChannelsFirstInputsGiveTheSame) {
+  const auto channels_first = [](const at::Tensor& x) {
+    return x.permute({0, 2, 3, 1}).contiguous().permute({0, 3, 1, 2});
+  };
+  for (const at::ScalarType dtype : flash_dtypes()) {
+    AttentionCase c;
+    c.q_len = c.kv_len = 30, c.dtype = dtype;
+    const AttentionInputs in = random_inputs(c);
+    const AttentionResult dense = attend_both_ways(in, c);
+    for (at::Tensor AttentionInputs::*one :
+         {&AttentionInputs::q, &AttentionInputs::k, &AttentionInputs::v, &AttentionInputs::grad_out}) {
+      AttentionInputs views = in;
+      views.*one = channels_first(in.*one);
+      expect_same_bits(attend_both_ways(views, c), dense);
+    }
+  }
+}
+
+TEST(CpuFlashBits, OverlappingQueriesGiveTheSame) {
+  for (const at::ScalarType dtype : flash_dtypes()) {
+    AttentionCase c;
+    c.batch = 1, c.q_len = c.kv_len = 20, c.heads = c.kv_heads = 1, c.dtype = dtype;
+    AttentionInputs in = random_inputs(c);
+    const at::Tensor windows = random_tensor({600}, dtype, 3).as_strided(in.q.sizes(), {0, 1, 0, 1});
+    in.q = windows.contiguous();
+    const AttentionResult dense = attend_both_ways(in, c);
+    in.q = windows;
+    expect_same_bits(attend_both_ways(in, c), dense);
+  }
+}
+
 TEST(CpuFlashBits, ExpandedInputsAreReadAsTheyAre) {
   for (const at::ScalarType dtype : flash_dtypes()) {
     AttentionCase c;

@@ -159,6 +159,39 @@ TEST(CpuFlash, NanInAKeyOrValueReachesEveryRowThatSeesIt) {
   }
 }
 
+// A key with weight 0 in every row is as good as no key, in tiles of queries that are not full, too.
+TEST(CpuFlash, KeysAtMinusInfinityLeaveTheOtherGradientsAlone) {
+  for (const at::ScalarType dtype : flash_dtypes()) {
+    for (const int64_t q_len : {1, 31, 32, 50}) {
+      const AttentionCase c = case_of(dtype, q_len, 40);
+      AttentionInputs in = random_inputs(c);
+      in.q = in.q.abs() + 0.5;
+      in.k.select(1, 0).fill_(-kInf);
+      const AttentionResult all = attend_both_ways(in, c);
+      AttentionCase others = c;
+      others.kv_len = 39;
+      const AttentionInputs without{in.q, in.k.narrow(1, 1, 39), in.v.narrow(1, 1, 39), in.grad_out};
+      const AttentionResult ref = reference_attention(without, others);
+      expect_close("out", all.out, ref.out, allowed(dtype, ref.out));
+      expect_close("dk", all.dk.narrow(1, 1, 39), ref.dk, allowed_of_scores(c, ref.dk));
+      expect_close("dv", all.dv.narrow(1, 1, 39), ref.dv, allowed(dtype, ref.dv));
+      EXPECT_EQ(max_abs(all.dk.select(1, 0)), 0.0);
+      EXPECT_EQ(max_abs(all.dv.select(1, 0)), 0.0);
+    }
+  }
+}
+
+TEST(CpuFlash, ScalesThatVanishInFloat32) {
+  for (const at::ScalarType dtype : flash_dtypes()) {
+    for (const double scale : {1e-30, 1e-40, -1e-40, 1e-46}) {
+      AttentionCase c = case_of(dtype, 9, 9);
+      c.is_causal = true, c.softmax_scale = scale;
+      const AttentionInputs in = random_inputs(c);
+      expect_near_float64(attend_both_ways(in, c), in, c);
+    }
+  }
+}
+
 TEST(CpuFlash, InfinityInAValueIsInfinity) {
   for (const at::ScalarType dtype : flash_dtypes()) {
     AttentionCase c = case_of(dtype, 20, 30);

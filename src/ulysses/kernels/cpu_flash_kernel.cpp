@@ -21,6 +21,12 @@ std::string_view dtype_name(at::ScalarType dtype) {
 // Any strides but one: the elements of a row lie side by side.
 at::Tensor readable_rows(const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
+// In the memory order of x, so that the exchange behind can send it as it lies; but the elements of a row side by side.
+at::Tensor empty_rows_like(const at::Tensor& x) {
+  const at::Tensor like = at::empty_like(x);
+  return like.stride(3) == 1 ? like : at::empty(x.sizes(), x.options());
+}
+
 flash::Rows rows_of(const at::Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 flash::MutableRows written_rows(const at::Tensor& x) {
   return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
@@ -79,7 +85,7 @@ class CpuFlashKernel final : public Kernel {
     if (has_no_work(q, k)) return output_without_keys(q, v);
     const flash::Instance& instance = instance_of(q);
     const at::Tensor q_rows = readable_rows(q), k_rows = readable_rows(k), v_rows = readable_rows(v);
-    const KernelOutput result{at::empty_like(q),
+    const KernelOutput result{empty_rows_like(q),
                               at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
     flash::ForwardCall call{shape_of(q, k, options), rows_of(q_rows),          rows_of(k_rows),
                             rows_of(v_rows),         written_rows(result.out), result.lse.mutable_data_ptr<float>()};
@@ -103,7 +109,7 @@ class CpuFlashKernel final : public Kernel {
     const at::Tensor lse_rows = lse_for_backward(lse.to(at::kFloat)).contiguous();
     const at::Tensor grad_lse_rows =
         grad_lse.defined() ? grad_of_seen_rows(grad_lse.to(at::kFloat), lse).contiguous() : at::Tensor();
-    KernelGrads grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}};
+    KernelGrads grads{empty_rows_like(q), empty_rows_like(k), empty_rows_like(v), {}, {}};
     flash::BackwardCall call{shape_of(q, k, options),
                              rows_of(q_rows),
                              rows_of(k_rows),

@@ -23,8 +23,8 @@ struct KernelNeed {
 };
 
 struct KernelOptions {
-  bool is_causal = false;  // row i sees keys ≤ i + causal_offset
-  double softmax_scale = 1.0;
+  bool is_causal = false;      // row i sees keys ≤ i + causal_offset
+  double softmax_scale = 1.0;  // positive, and normal in float32
   // [B|1, h|1, Sq|1, Skv], any strides: bool, true where the key may be seen, or floating-point, added to the scaled
   // scores. Undefined: every key may be seen. With is_causal a key must pass both.
   at::Tensor attn_mask;

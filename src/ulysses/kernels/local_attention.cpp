@@ -2,6 +2,8 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <limits>
+
 #include "ulysses/kernels/builtin_kernels.h"
 #include "ulysses/kernels/causal_blocks.h"
 #include "ulysses/kernels/merge_lse.h"
@@ -71,11 +73,14 @@ struct PositiveScale {
 };
 
 // Torch's fused ops mask causal scores with −inf before they multiply by the scale, which a negative scale turns into
-// +inf and a zero into NaN. So the sign (or the zero) moves to q; dq takes the same factor back.
+// +inf and a zero into NaN. So the sign (or the zero) moves to q; dq takes the same factor back. A scale that is not
+// normal in the kernel's float32 is zero.
 PositiveScale with_positive_scale(const at::Tensor& q, LocalAttentionOptions options) {
-  if (options.softmax_scale > 0.0) return {q, options};
-  const double factor = options.softmax_scale < 0.0 ? -1.0 : 0.0;
-  options.softmax_scale = options.softmax_scale < 0.0 ? -options.softmax_scale : 1.0;
+  const bool is_wide = q.scalar_type() == at::kDouble;
+  const double least = is_wide ? std::numeric_limits<double>::min() : double{std::numeric_limits<float>::min()};
+  if (options.softmax_scale >= least) return {q, options};
+  const double factor = options.softmax_scale <= -least ? -1.0 : 0.0;
+  options.softmax_scale = factor < 0.0 ? -options.softmax_scale : 1.0;
   return {q.mul(factor), options, factor};
 }
 

@@ -1,6 +1,7 @@
-// float32 and float16 for every processor with AVX2. Compiled with flags of its own: see CMakeLists.txt.
+// float32 and float16 for processors with AVX2, FMA and F16C. Compiled with flags of its own: see
+// cmake/UlyssesCpuFlash.cmake.
 #include "ulysses/kernels/cpu_flash/avx2_words.h"
-// Behind the registers.
+// After the registers above, whose names it uses.
 #include "ulysses/kernels/cpu_flash/instance.h"
 
 namespace ulysses::kernels::flash {

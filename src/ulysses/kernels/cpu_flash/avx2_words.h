@@ -101,7 +101,7 @@ template <Type T>
 Words interleaved(const char* low, const char* high);  // of bfloat16, which has no instance for AVX2
 
 template <Type T>
-ULYSSES_INLINE Floats multiply_words(Floats sum, Words a, Words b) {
+ULYSSES_INLINE Floats multiply_words(Words a, Words b, Floats sum) {
   return multiply_add(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), sum);
 }
 

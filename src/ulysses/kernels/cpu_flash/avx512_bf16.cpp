@@ -1,6 +1,6 @@
-// bfloat16 for processors with AVX512_BF16. Compiled with flags of its own: see CMakeLists.txt.
+// bfloat16 for processors with AVX512_BF16. Compiled with flags of its own: see cmake/UlyssesCpuFlash.cmake.
 #include "ulysses/kernels/cpu_flash/avx512_words.h"
-// Behind the registers.
+// After the registers above, whose names it uses.
 #include "ulysses/kernels/cpu_flash/instance.h"
 
 namespace ulysses::kernels::flash {

@@ -107,7 +107,7 @@ ULYSSES_INLINE Words to_words(Floats low, Floats high) {
   return _mm512_castps_si512(low);
 }
 
-// Lane i → the word of elements i of two rows of bfloat16; a row that is null is zero.
+// Lane i → the word of elements i of two rows of bfloat16; a null `high` counts as zeros.
 template <Type T>
 ULYSSES_INLINE Words interleaved(const char* low, const char* high) {
   const auto half = [](const char* from) {
@@ -118,7 +118,7 @@ ULYSSES_INLINE Words interleaved(const char* low, const char* high) {
 
 // Sums of products, of pairs for bfloat16.
 template <Type T>
-ULYSSES_INLINE Floats multiply_words(Floats sum, Words a, Words b) {
+ULYSSES_INLINE Floats multiply_words(Words a, Words b, Floats sum) {
 #ifdef __AVX512BF16__
   if constexpr (T == Type::kBfloat16) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #endif

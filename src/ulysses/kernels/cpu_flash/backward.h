@@ -38,24 +38,23 @@ ULYSSES_INLINE float* dq_part(const BackwardCall& call, int64_t part, int64_t ba
   return call.dq_sums + (part * heads + batch * shape.heads + head) * size;
 }
 
-// Buffers of one thread, for tiles of up to 48 queries.
+// Buffers of one thread, for tiles of up to kMostQueries.
 template <Type T>
 struct GradScratch {
   Word *q_lanes, *grad_lanes, *q_pairs, *grad_pairs;  // [word][lane], [word][lane], [query word][d], [query word][d]
   Word *weight_rows, *score_rows, *scores;            // [key][query word], [key][query word], [key word][lane]
   float *dk, *dv;                                     // [key][d] of the owned keys
 
+  static constexpr int64_t kBlock = kGradKeys * kMostQueries / kPerWord<T>;
+  static int64_t tile_words(const Shape& shape) { return kMostQueries / kPerWord<T> * shape.head_dim; }
   static int64_t words(const Shape& shape) {
-    constexpr int64_t kMost = 3 * kLanes;
-    const int64_t tile = kMost / kPerWord<T> * shape.head_dim, block = kGradKeys * kMost / kPerWord<T>;
-    return 4 * tile + 3 * block + 2 * kOwnedKeys * shape.head_dim;
+    return 4 * tile_words(shape) + 3 * kBlock + 2 * kOwnedKeys * shape.head_dim;
   }
   ULYSSES_INLINE GradScratch(const Shape& shape, Word* at) {
-    constexpr int64_t kMost = 3 * kLanes;
-    const int64_t tile = kMost / kPerWord<T> * shape.head_dim, block = kGradKeys * kMost / kPerWord<T>;
+    const int64_t tile = tile_words(shape);
     q_lanes = at, grad_lanes = q_lanes + tile, q_pairs = grad_lanes + tile, grad_pairs = q_pairs + tile;
-    weight_rows = grad_pairs + tile, score_rows = weight_rows + block, scores = score_rows + block;
-    dk = reinterpret_cast<float*>(scores + block);
+    weight_rows = grad_pairs + tile, score_rows = weight_rows + kBlock, scores = score_rows + kBlock;
+    dk = reinterpret_cast<float*>(scores + kBlock);
     dv = dk + kOwnedKeys * shape.head_dim;
   }
 };
@@ -70,28 +69,48 @@ struct BackwardTile {
   const GradScratch<T>& scratch;
   const Word *k_rows, *v_rows, *k_columns;  // packed, of the KV head
   float* dq;                                // [d][lane]
-  int64_t begin, end;                       // queries
+  HeadRows queries;
   SeenKeys seen;
+  float scale;
   Floats lse[N], dot[N];
 
-  // Queries [begin, end) by word (Q or dO) → pairs of queries by column.
-  ULYSSES_INLINE void pack_pairs(Word* out, const Rows& x, int64_t batch, int64_t head) {
+  // The queries by word (Q or dO) → pairs of queries by column.
+  ULYSSES_INLINE void pack_pairs(Word* out, const Rows& x) {
     for (int64_t w = 0; w < kRowWords; ++w) {
       for (int64_t d = 0; d < shape.head_dim; d += kLanes)
-        store(out + w * shape.head_dim + d, row_pair<T>(x, batch, head, begin + w * kPair, end, d));
+        store(out + w * shape.head_dim + d, row_pair<T>(x, queries, queries.begin + w * kPair, d));
     }
   }
 
-  ULYSSES_INLINE void load_queries(const BackwardCall& call, int64_t batch, int64_t head) {
-    pack_query_lanes<T, N>(scratch.q_lanes, shape, call.q, batch, head, begin, end);
-    pack_query_lanes<T, N>(scratch.grad_lanes, shape, call.grad_out, batch, head, begin, end);
-    pack_pairs(scratch.q_pairs, call.q, batch, head);
-    pack_pairs(scratch.grad_pairs, call.grad_out, batch, head);
-    const int64_t row = (batch * shape.heads + head) * shape.q_len + begin;
+  ULYSSES_INLINE void load_queries(const BackwardCall& call) {
+    pack_query_lanes<T, N>(scratch.q_lanes, shape, call.q, queries);
+    pack_query_lanes<T, N>(scratch.grad_lanes, shape, call.grad_out, queries);
+    pack_pairs(scratch.q_pairs, call.q);
+    pack_pairs(scratch.grad_pairs, call.grad_out);
+    const int64_t row = (queries.batch * shape.heads + queries.head) * shape.q_len + queries.begin;
     for (int j = 0; j < N; ++j) {
-      const int64_t count = end - begin - j * kLanes;
+      const int64_t count = queries.end - queries.begin - j * kLanes;
       lse[j] = load_some(call.lse + row + j * kLanes, count, kInfinity);
       dot[j] = load_some(call.row_dot + row + j * kLanes, count, 0.0F);
+    }
+  }
+
+  // Zeros in the lanes behind the last query: a product of theirs is 0 · inf where a key or value is infinite.
+  ULYSSES_INLINE void clear_padding(Floats (&x)[kRows][N]) {
+    const int64_t count = queries.end - queries.begin;
+    if (count == kWidth) return;
+    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+      ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
+        x[r][j] = select(first_lanes(count - j * kLanes), x[r][j], Floats{});
+      }
+    }
+  }
+
+  // → rows[key][query word]
+  ULYSSES_INLINE void store_rows(Word* rows, const Floats (&x)[kRows][N]) {
+    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+      char* row = reinterpret_cast<char*>(rows + r * kRowWords);
+      ULYSSES_UNROLL for (int j = 0; j < N; ++j) store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, x[r][j]);
     }
   }
 
@@ -102,23 +121,23 @@ struct BackwardTile {
     Floats scores[kRows][N], weights[kRows][N];
     clear(scores);
     multiply_tiles<T, N>(scores, k_rows + tile, 0, scratch.q_lanes, kWidth, words);
-    if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, begin);
+    if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, queries.begin);
     ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
       ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
-        const Floats above = multiply_subtract(scores[r][j], in_all(static_cast<float>(shape.scale)), lse[j]);
+        const Floats above = multiply_subtract(scores[r][j], in_all(scale), lse[j]);
         weights[r][j] = exp2_of<T>(above * in_all(kLog2e));
-        char* row = reinterpret_cast<char*>(scratch.weight_rows + (at + r) * kRowWords);
-        store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, weights[r][j]);
       }
     }
+    clear_padding(weights);
+    store_rows(scratch.weight_rows + at * kRowWords, weights);
     clear(scores);
     multiply_tiles<T, N>(scores, v_rows + tile, 0, scratch.grad_lanes, kWidth, words);
+    ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
+      ULYSSES_UNROLL for (int j = 0; j < N; ++j) scores[r][j] = weights[r][j] * (scores[r][j] - dot[j]);
+    }
+    clear_padding(scores);
+    store_rows(scratch.score_rows + at * kRowWords, scores);
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) {
-      ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
-        scores[r][j] = weights[r][j] * (scores[r][j] - dot[j]);
-        char* row = reinterpret_cast<char*>(scratch.score_rows + (at + r) * kRowWords);
-        store_floats<kHeld<T>>(row + j * kLanes * kBytes<kHeld<T>>, scores[r][j]);
-      }
       ULYSSES_UNROLL for (int r = 0; r < kRows; r += kPair) {
         Word* to = scratch.scores + (at + r) / kPair * kWidth + j * kLanes;
         store(to, to_words<T>(scores[r][j], scores[r + kPair - 1][j]));
@@ -185,32 +204,35 @@ struct BackwardTile {
   }
 };
 
+// Keys [begin, end) whose gradients a task sums, within part `part` of dq_sums.
+struct OwnedKeys {
+  int64_t begin, end, part;
+};
+
 template <Type T, int N>
-void differentiate_tile(const BackwardCall& call, const GradScratch<T>& scratch, int64_t batch, int64_t head,
-                        int64_t q_begin, int64_t key_begin, int64_t key_end, int64_t part) {
+void differentiate_tile(const BackwardCall& call, const GradScratch<T>& scratch, const HeadRows& queries,
+                        const OwnedKeys& own) {
   const Shape& shape = call.shape;
-  const int64_t kv_head = batch * shape.kv_heads + head / (shape.heads / shape.kv_heads);
-  const int64_t end = lesser(q_begin + N * kLanes, shape.q_len);
-  const SeenKeys seen = seen_keys(shape, q_begin, end);
-  if (seen.end <= key_begin) return;
+  const int64_t kv_head = kv_head_of(shape, queries);
+  const SeenKeys seen = seen_keys(shape, queries.begin, queries.end);
+  if (seen.end <= own.begin) return;
   BackwardTile<T, N> tile{shape, scratch};
   tile.k_rows = call.packed_k + kv_head * packed_row_words<T>(shape);
   tile.v_rows = call.packed_v + kv_head * packed_row_words<T>(shape);
   tile.k_columns = call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim;
-  tile.dq = dq_part(call, part, batch, head) + q_begin * shape.head_dim;
-  tile.begin = q_begin, tile.end = end, tile.seen = seen;
-  tile.load_queries(call, batch, head);
-  tile.run(key_begin, key_end, key_begin % key_parts(shape).keys == 0);
+  tile.dq = dq_part(call, own.part, queries.batch, queries.head) + queries.begin * shape.head_dim;
+  tile.queries = queries, tile.seen = seen, tile.scale = static_cast<float>(shape.scale);
+  tile.load_queries(call);
+  tile.run(own.begin, own.end, own.begin % key_parts(shape).keys == 0);
 }
 
-// sums[key][d] · factor → rows [begin, end) of x.
+// sums[key][d] · factor → rows of x.
 template <Type T>
-void store_key_grads(const float* sums, float factor, const Shape& shape, const MutableRows& x, int64_t batch,
-                     int64_t head, int64_t begin, int64_t end) {
-  for (int64_t key = begin; key < end; ++key, sums += shape.head_dim) {
+void store_key_grads(const float* sums, float factor, const Shape& shape, const MutableRows& x, const HeadRows& at) {
+  for (int64_t key = at.begin; key < at.end; ++key, sums += shape.head_dim) {
     for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
       const Floats scaled = in_all(factor) * load(sums + d);
-      store_floats<T>(row_of<T>(x, batch, head, key) + d * kBytes<T>, scaled);
+      store_floats<T>(row_of<T>(x, at.batch, at.head, key) + d * kBytes<T>, scaled);
     }
   }
 }
@@ -218,20 +240,20 @@ void store_key_grads(const float* sums, float factor, const Shape& shape, const 
 // All that a range of owned keys gets from the queries of its group.
 template <Type T>
 void differentiate_keys(const BackwardCall& call, const GradScratch<T>& scratch, int64_t batch, int64_t kv_head,
-                        int64_t begin, int64_t end, int64_t part) {
+                        const OwnedKeys& own) {
   const Shape& shape = call.shape;
   const int64_t group = shape.heads / shape.kv_heads, tiles = num_query_tiles(shape.q_len);
   memset(scratch.dk, 0, sizeof(float) * static_cast<size_t>(2 * kOwnedKeys * shape.head_dim));
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t i = 0; i < tiles; ++i) {
       const QueryTile tile = query_tile(shape.q_len, i);
-      if (tile.registers == 3) differentiate_tile<T, 3>(call, scratch, batch, head, tile.begin, begin, end, part);
-      if (tile.registers == 2) differentiate_tile<T, 2>(call, scratch, batch, head, tile.begin, begin, end, part);
-      if (tile.registers == 1) differentiate_tile<T, 1>(call, scratch, batch, head, tile.begin, begin, end, part);
+      const HeadRows queries{batch, head, tile.begin, tile.end};
+      with_registers(tile.registers, [&](auto n) { differentiate_tile<T, n.kCount>(call, scratch, queries, own); });
     }
   }
-  store_key_grads<T>(scratch.dk, static_cast<float>(shape.scale), shape, call.dk, batch, kv_head, begin, end);
-  store_key_grads<T>(scratch.dv, 1.0F, shape, call.dv, batch, kv_head, begin, end);
+  const HeadRows keys{batch, kv_head, own.begin, own.end};
+  store_key_grads<T>(scratch.dk, static_cast<float>(shape.scale), shape, call.dk, keys);
+  store_key_grads<T>(scratch.dv, 1.0F, shape, call.dv, keys);
 }
 
 template <Type T>
@@ -253,12 +275,11 @@ template <Type T>
 void pack_backward(const BackwardCall& call, int64_t begin, int64_t end) {
   const Shape& shape = call.shape;
   for (int64_t task = begin; task < end; ++task) {
-    const auto [kv_head, batch, head, first, last] = key_piece(shape, task);
+    const auto [kv_head, keys] = key_piece(shape, task);
     const int64_t rows = kv_head * packed_row_words<T>(shape);
-    pack_key_rows<T>(call.packed_k + rows, shape, call.k, batch, head, first, last);
-    pack_key_rows<T>(call.packed_v + rows, shape, call.v, batch, head, first, last);
-    pack_key_columns<T>(call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.k, batch,
-                        head, first, last);
+    pack_key_rows<T>(call.packed_k + rows, shape, call.k, keys);
+    pack_key_rows<T>(call.packed_v + rows, shape, call.v, keys);
+    pack_key_columns<T>(call.packed_k_columns + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.k, keys);
   }
 }
 
@@ -287,26 +308,26 @@ void attend_backward(const BackwardCall& call, uint32_t* scratch, int64_t begin,
     const int64_t kv_head = task / parts.count, part = balanced(task % parts.count, parts.count);
     const int64_t last = lesser((part + 1) * parts.keys, shape.kv_len);
     for (int64_t key = part * parts.keys; key < last; key += kOwnedKeys)
-      differentiate_keys<T>(call, buffers, kv_head / shape.kv_heads, kv_head % shape.kv_heads, key,
-                            lesser(key + kOwnedKeys, last), part);
+      differentiate_keys<T>(call, buffers, kv_head / shape.kv_heads, kv_head % shape.kv_heads,
+                            {key, lesser(key + kOwnedKeys, last), part});
   }
 }
 
 template <Type T, int N>
-void finish_tile(const BackwardCall& call, int64_t batch, int64_t head, int64_t begin) {
+void finish_tile(const BackwardCall& call, const HeadRows& queries) {
   const Shape& shape = call.shape;
   const KeyParts parts = key_parts(shape);
-  const int64_t end = lesser(begin + N * kLanes, shape.q_len), size = shape.head_dim * N * kLanes;
-  const int64_t seen = seen_keys(shape, begin, end).end;
-  float* sums = dq_part(call, 0, batch, head) + begin * shape.head_dim;
+  const int64_t size = shape.head_dim * N * kLanes, first = queries.begin * shape.head_dim;
+  const int64_t seen = seen_keys(shape, queries.begin, queries.end).end;
+  float* sums = dq_part(call, 0, queries.batch, queries.head) + first;
   if (seen == 0) memset(sums, 0, sizeof(float) * static_cast<size_t>(size));
   for (int64_t part = 1; part < parts.count && part * parts.keys < seen; ++part) {
-    const float* more = dq_part(call, part, batch, head) + begin * shape.head_dim;
+    const float* more = dq_part(call, part, queries.batch, queries.head) + first;
     for (int64_t i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(more + i));
   }
   Floats factor[N];
   for (int j = 0; j < N; ++j) factor[j] = in_all(static_cast<float>(shape.scale));
-  store_query_lanes<T, N>(sums, shape, call.dq, batch, head, begin, end, factor);
+  store_query_lanes<T, N>(sums, shape, call.dq, queries, factor);
 }
 
 template <Type T>
@@ -316,9 +337,8 @@ void finish_dq(const BackwardCall& call, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
     const int64_t head = task / tiles % shape.heads, batch = task / tiles / shape.heads;
     const QueryTile tile = query_tile(shape.q_len, task % tiles);
-    if (tile.registers == 3) finish_tile<T, 3>(call, batch, head, tile.begin);
-    if (tile.registers == 2) finish_tile<T, 2>(call, batch, head, tile.begin);
-    if (tile.registers == 1) finish_tile<T, 1>(call, batch, head, tile.begin);
+    const HeadRows queries{batch, head, tile.begin, tile.end};
+    with_registers(tile.registers, [&](auto n) { finish_tile<T, n.kCount>(call, queries); });
   }
 }
 

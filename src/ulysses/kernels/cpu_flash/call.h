@@ -19,7 +19,7 @@ struct MutableRows {
 struct Shape {
   int64_t batch, q_len, kv_len, heads, kv_heads;
   int64_t head_dim;  // a multiple of 16, at most 256
-  double scale;      // > 0
+  double scale;      // normal in float32: 0 · −inf of a hidden key would be NaN
   bool is_causal;
   int64_t causal_offset;  // query i sees keys ≤ i + causal_offset
 };

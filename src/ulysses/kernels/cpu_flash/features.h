@@ -29,9 +29,10 @@ Features features();
 // The code for a dtype ("float32", "float16", "bfloat16") that a processor can run, or nullptr.
 const Instance* instance_for(const Features& features, std::string_view dtype);
 
-// Whether "auto" takes it: where it was measured to be faster than torch's op. Not beside AMX, which torch's op uses.
-// Measured on Zen 5 (torch 2.13, one thread, least ratio over S 256 to 4096, D 64 and 128), AVX2 with
-// ATEN_CPU_CAPABILITY=avx2: float32 forward 1.18, backward 1.10; float16 1.7 and 14. AVX-512: 2.3 and 2.1; 3.2 and 25.
+// Whether "auto" takes it. Not beside AMX, which torch's op uses and where nothing is measured. Measured on one Zen 5
+// (torch 2.13, one thread, D 64 and 128): the least ratio to torch's op over S 256 to 4096, float16 forward to 1024,
+// backward 256. AVX2, torch held to it by ATEN_CPU_CAPABILITY=avx2: float32 1.18 forward, 1.10 backward; float16 1.7,
+// 14. AVX-512: float32 2.3, 2.0; float16 3.2, 25; bfloat16 4.3, 2.3.
 bool is_first_choice(const Features& features, std::string_view dtype);
 
 std::string describe(const Features& features);

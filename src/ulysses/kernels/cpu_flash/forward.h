@@ -12,7 +12,8 @@
 //
 // Note [Lazy reference]: a query's reference moves only when one of its scores passes it by 2^8, so the running output
 // is hardly ever rescaled. A lane moves alone and sums keep their order, so that a row's bits depend on its own query
-// and the keys, not on which queries or heads are computed beside it. Source: FlashAttention-2 (arXiv 2307.08691) §3.1;
+// and the keys, not on which queries or heads are computed beside it. Sums before the division hold up to 2^8 · Σ |v|,
+// which must stay below float32's largest number. Source: FlashAttention-2 (arXiv 2307.08691) §3.1;
 // deviation: the lazy reference, and the transposed scores.
 namespace ulysses::kernels::flash {
 namespace {
@@ -26,8 +27,7 @@ constexpr float kLowest = -3.40282347e38F;
 
 template <Type T>
 int64_t forward_scratch_words(const Shape& shape) {
-  constexpr int64_t kMost = 3 * kLanes;
-  return kMost * (words_of<T>(shape.head_dim) + kBlockKeys<T> / kPerWord<T> + 2 * shape.head_dim);
+  return kMostQueries * (words_of<T>(shape.head_dim) + kBlockKeys<T> / kPerWord<T> + 2 * shape.head_dim);
 }
 
 // One tile of kLanes · N queries of one head.
@@ -40,7 +40,7 @@ struct ForwardTile {
   const Word *keys, *values;  // packed, of the KV head
   Word *queries, *weights;
   float *sums, *part;  // [d][lane]; `part` is the sum over a block that a move of the reference interrupts
-  int64_t begin, end;  // queries
+  HeadRows query_rows;
   SeenKeys seen;
   float factor;  // scale · log2 e
   Floats reference[N], limit[N], total[N], block_total[N];
@@ -130,7 +130,7 @@ struct ForwardTile {
       clear(scores);
       const Word* rows = keys + key / kLanes * row_tile_words<T>(shape) + key % kLanes * kLanes;
       multiply_tiles<T, N>(scores, rows, 0, queries, kWidth, words);
-      if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, begin);
+      if (key + kRows > seen.by_all) hide_keys<N>(scores, shape, key, seen.end, query_rows.begin);
       if (__builtin_expect(passes_limit(scores, highest, passed), 0)) {
         const int64_t now = (key - block) / kPair;
         if (now > done) add_values(block / kPair, done, now, false);
@@ -144,27 +144,27 @@ struct ForwardTile {
   }
 
   // out = O / l, and lse = m · scale + ln l. Rows without keys: 0 and −inf.
-  ULYSSES_INLINE void finish(const MutableRows& out, float* lse, int64_t batch, int64_t head) {
+  ULYSSES_INLINE void finish(const MutableRows& out, float* all_lse) {
+    float* lse = all_lse + (query_rows.batch * shape.heads + query_rows.head) * shape.q_len + query_rows.begin;
     Floats inverse[N];
     for (int j = 0; j < N; ++j) {
       alignas(64) float references[kLanes], totals[kLanes];
       store(references, reference[j]);
       store(totals, total[j]);
-      for (int64_t i = 0; i < kLanes && begin + j * kLanes + i < end; ++i) {
+      for (int64_t i = 0; i < kLanes && query_rows.begin + j * kLanes + i < query_rows.end; ++i) {
         const float top = references[i] * static_cast<float>(shape.scale);
-        lse[begin + j * kLanes + i] = totals[i] == 0 ? -kInfinity : top + logf(totals[i]);
+        lse[j * kLanes + i] = totals[i] == 0 ? -kInfinity : top + logf(totals[i]);
       }
       inverse[j] = select(not_equal(total[j], Floats{}), in_all(1.0F) / total[j], Floats{});
     }
-    store_query_lanes<T, N>(sums, shape, out, batch, head, begin, end, inverse);
+    store_query_lanes<T, N>(sums, shape, out, query_rows, inverse);
   }
 };
 
 template <Type T, int N>
-void attend_tile(const ForwardCall& call, Word* scratch, int64_t batch, int64_t head, int64_t begin) {
+void attend_tile(const ForwardCall& call, Word* scratch, const HeadRows& queries) {
   const Shape& shape = call.shape;
-  const int64_t kv_head = batch * shape.kv_heads + head / (shape.heads / shape.kv_heads);
-  const int64_t end = lesser(begin + N * kLanes, shape.q_len);
+  const int64_t kv_head = kv_head_of(shape, queries);
   ForwardTile<T, N> tile{shape};
   tile.keys = call.packed_k + kv_head * packed_row_words<T>(shape);
   tile.values = call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim;
@@ -172,14 +172,13 @@ void attend_tile(const ForwardCall& call, Word* scratch, int64_t batch, int64_t 
   tile.weights = tile.queries + words_of<T>(shape.head_dim) * tile.kWidth;
   tile.sums = reinterpret_cast<float*>(tile.weights + kBlockKeys<T> / tile.kPair * tile.kWidth);
   tile.part = tile.sums + shape.head_dim * tile.kWidth;
-  tile.begin = begin, tile.end = end;
-  tile.seen = seen_keys(shape, begin, end);
-  const float factor = static_cast<float>(shape.scale) * kLog2e;
-  tile.factor = factor < 1e-37F ? 1e-37F : factor;  // 0 · −inf of a hidden key would be NaN
+  tile.query_rows = queries;
+  tile.seen = seen_keys(shape, queries.begin, queries.end);
+  tile.factor = static_cast<float>(shape.scale) * kLog2e;
   tile.start();
-  pack_query_lanes<T, N>(tile.queries, shape, call.q, batch, head, begin, end);
+  pack_query_lanes<T, N>(tile.queries, shape, call.q, queries);
   for (int64_t block = 0; block < tile.seen.end; block += kBlockKeys<T>) tile.attend_block(block);
-  tile.finish(call.out, call.lse + (batch * shape.heads + head) * shape.q_len, batch, head);
+  tile.finish(call.out, call.lse);
 }
 
 template <Type T>
@@ -194,10 +193,9 @@ template <Type T>
 void pack(const ForwardCall& call, int64_t begin, int64_t end) {
   const Shape& shape = call.shape;
   for (int64_t task = begin; task < end; ++task) {
-    const auto [kv_head, batch, head, first, last] = key_piece(shape, task);
-    pack_key_rows<T>(call.packed_k + kv_head * packed_row_words<T>(shape), shape, call.k, batch, head, first, last);
-    pack_key_columns<T>(call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.v, batch, head,
-                        first, last);
+    const auto [kv_head, keys] = key_piece(shape, task);
+    pack_key_rows<T>(call.packed_k + kv_head * packed_row_words<T>(shape), shape, call.k, keys);
+    pack_key_columns<T>(call.packed_v + kv_head * key_words<T>(shape) * shape.head_dim, shape, call.v, keys);
   }
 }
 
@@ -208,9 +206,8 @@ void attend(const ForwardCall& call, uint32_t* scratch, int64_t begin, int64_t e
   for (int64_t task = begin; task < end; ++task) {
     const int64_t head = task / tiles % shape.heads, batch = task / tiles / shape.heads;
     const QueryTile tile = query_tile(shape.q_len, balanced(task % tiles, tiles));
-    if (tile.registers == 3) attend_tile<T, 3>(call, scratch, batch, head, tile.begin);
-    if (tile.registers == 2) attend_tile<T, 2>(call, scratch, batch, head, tile.begin);
-    if (tile.registers == 1) attend_tile<T, 1>(call, scratch, batch, head, tile.begin);
+    const HeadRows queries{batch, head, tile.begin, tile.end};
+    with_registers(tile.registers, [&](auto n) { attend_tile<T, n.kCount>(call, scratch, queries); });
   }
 }
 

@@ -19,7 +19,7 @@ ULYSSES_INLINE void multiply_rows(Floats (&sum)[kRows][N], const Word* a, int64_
     ULYSSES_UNROLL for (int j = 0; j < N; ++j) lanes[j] = load(b + j * kLanes);
     ULYSSES_UNROLL for (int r = 0; r < kRows; ++r) {
       const Words same = in_all(a[r * a_row]);
-      ULYSSES_UNROLL for (int j = 0; j < N; ++j) sum[r][j] = multiply_words<T>(sum[r][j], lanes[j], same);
+      ULYSSES_UNROLL for (int j = 0; j < N; ++j) sum[r][j] = multiply_words<T>(lanes[j], same, sum[r][j]);
     }
   }
 }
