@@ -118,7 +118,8 @@ compatibility: build
 	@$(PROOF) $(BIN)/python tests/compat_page.py $(COMPATIBILITY) >build/compatibility.md
 	@mv build/compatibility.md docs/compatibility.md
 
-# Not part of `make test`: the stored numbers are those of one compiler, which .ci/run has. count.py --write stores new ones.
+# Not part of `make test`: the stored numbers are those of one compiler, built_with in baseline.json; .ci/run holds them.
+# count.py --write stores new ones.
 bench-instructions:
 	@scripts/setup.sh valgrind
 	@$(CMAKE) --preset dev --log-level=WARNING >/dev/null

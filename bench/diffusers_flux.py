@@ -2,8 +2,9 @@
 
 One double-stream and one single-stream block, 24 heads of 128, 1024 image tokens, 76 text tokens, and 77 for ours
 alone: over Gloo diffusers' plain mode needs lengths that divide, and its "anything" mode has no backward. Each rank has
-one thread. The rounds alternate (ours, theirs, theirs, ours), so that a machine that slows down slows both; trust the
-ratio. Seconds are those of the clock, and of the processor, which other programs disturb less.
+one thread. The rounds go there and back (ours, theirs, all but attention, and the same backwards), so that a machine
+that slows down slows all; trust the ratio. Seconds are those of the clock, and of the processor, which other programs
+disturb less.
 
 "All but attention" is a rank's share of the tokens through the same model, with an attention that adds q, k and v and
 sends nothing: the time that no attention, however fast, can get below.
@@ -32,8 +33,8 @@ LAYERS, SINGLE_LAYERS, HEADS, HEAD_DIM, TEXT_DIM = 1, 1, 24, 128, 64
 IMAGE, TEXT, ODD_TEXT = 1024, 76, 77
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 OURS, THEIRS, ODD = "ours", "diffusers", f"ours, {ODD_TEXT} text tokens"
-REST = "all but attention"
-ROUND = (OURS, THEIRS, REST, REST, THEIRS, OURS)
+ALL_BUT_ATTENTION = "all but attention"
+ROUND = (OURS, THEIRS, ALL_BUT_ATTENTION, ALL_BUT_ATTENTION, THEIRS, OURS)
 CLOCKS = {"clock": time.perf_counter, "processor": time.process_time}
 
 
@@ -55,11 +56,11 @@ def build(dtype: torch.dtype) -> dict[str, Any]:
     config |= {"num_attention_heads": HEADS, "joint_attention_dim": TEXT_DIM, "pooled_projection_dim": 64}
     ours = FluxTransformer2DModel(**config).to(dtype)
     models = {OURS: ours}
-    for way in (THEIRS, REST):
+    for way in (THEIRS, ALL_BUT_ATTENTION):
         with torch.device("meta"):
             models[way] = FluxTransformer2DModel(**config)
         models[way].load_state_dict(ours.state_dict(), assign=True)
-    return models | {REST: AllButAttention(models[REST])}
+    return models | {ALL_BUT_ATTENTION: AllButAttention(models[ALL_BUT_ATTENTION])}
 
 
 def inputs_of(image_tokens: int, text_tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -104,14 +105,14 @@ def measure(rank: int, group: Any, dtype: torch.dtype, rounds: int) -> dict[str,
     torch.set_num_threads(1)
     models = build(dtype)
     share = (IMAGE // group.size(), TEXT // group.size())
-    tokens = {OURS: (IMAGE, TEXT), THEIRS: (IMAGE, TEXT), REST: share, ODD: (IMAGE, ODD_TEXT)}
+    tokens = {OURS: (IMAGE, TEXT), THEIRS: (IMAGE, TEXT), ALL_BUT_ATTENTION: share, ODD: (IMAGE, ODD_TEXT)}
     inputs = {way: inputs_of(*counts, dtype) for way, counts in tokens.items()}
     whole = forward(models[OURS], inputs[OURS])
     parallelize(models[OURS], group)
     mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("ring", "ulysses"))
     with mock.patch("torch.accelerator.device_count", return_value=1):  # 0 without a GPU, by which it divides
         models[THEIRS].enable_parallelism(config=ContextParallelConfig(ulysses_degree=group.size(), mesh=mesh))
-    forward(models[REST], inputs[REST])
+    forward(models[ALL_BUT_ATTENTION], inputs[ALL_BUT_ATTENTION])
     for way in (OURS, THEIRS):  # warm, and right
         error = float((forward(models[way], inputs[way]) - whole).abs().max() / whole.abs().max())
         assert error < TOLERANCE[dtype], f"{way}: {error}"
@@ -132,7 +133,7 @@ def report(results: list[dict[str, Any]]) -> None:
                      for way, runs in results[0][name].items()}  # fmt: skip
             medians = ", ".join(f"{way} {statistics.median(seconds):.3f}" for way, seconds in times.items())
             print(f"{name}, seconds of the {clock}: {medians}")
-            for way in (OURS, REST):
+            for way in (OURS, ALL_BUT_ATTENTION):
                 rounds = range(0, len(times[way]), 2)
                 ratios = sorted(sum(times[way][i : i + 2]) / sum(times[THEIRS][i : i + 2]) for i in rounds)
                 spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"

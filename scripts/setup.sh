@@ -73,6 +73,7 @@ elif [ -n "$packages" ]; then
   install_packages $packages
 fi
 
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 rm -f "$stamp"
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
   rm -rf .venv

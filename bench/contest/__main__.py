@@ -24,7 +24,7 @@ from contest.ranks import Limits
 
 LONG = 4096  # tokens from which a call takes so long that few rounds say enough and need no warming up
 SECONDS, QUICK_SECONDS = 20.0, 8.0
-CROWDED = 3  # times that, where ranks take turns on the cores: times of calls scatter by a third there
+CROWDED_FACTOR = 3  # more seconds below LONG where ranks take turns on the cores: times scatter by a third there
 
 
 def main(arguments: list[str]) -> int:
@@ -70,7 +70,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--seconds",
         type=float,
         help=f"of timed rounds for each cell (default {SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}); "
-        f"{CROWDED} times that with more ranks than cores",
+        f"{CROWDED_FACTOR} times that with more ranks than cores, below {LONG} tokens",
     )
     parser.add_argument(
         "--tries", type=int, default=2, help="how often a cell is measured while it has a fault, such as its control"
@@ -80,7 +80,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where cells and results are kept")
     parser.add_argument("--page", type=Path, help="a copy of the page, its picture in images/ beside it")
     options = parser.parse_args(arguments)
-    options.seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    if options.seconds is None:
+        options.seconds = QUICK_SECONDS if options.quick else SECONDS
     return options
 
 
@@ -141,7 +142,7 @@ def _record(
 def _limits(cell: Cell, options: argparse.Namespace, cores: int) -> Limits:
     if cell.seq_len >= LONG:
         return Limits(options.seconds, least=3, most=10, warm_up=False)
-    return Limits(options.seconds * (CROWDED if cell.world > cores else 1), least=7, most=5000)
+    return Limits(options.seconds * (CROWDED_FACTOR if cell.world > cores else 1), least=7, most=5000)
 
 
 if __name__ == "__main__":

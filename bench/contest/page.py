@@ -118,7 +118,8 @@ def _entry(row: results.Row | None, reasons: Notes) -> str:
     if row.failed:
         word = "**wrong**" if row.failed.startswith("WRONG") else "no time"
         return f"{word} [{reasons.number(row.failed)}]"
-    text = f"{row.wall_ms:.3g} · {row.wall_ratio:.2f} · {row.cpu_ratio:.2f}"
+    milliseconds = f"{row.wall_ms:.0f}" if row.wall_ms >= 100 else f"{row.wall_ms:.3g}"
+    text = f"{milliseconds} · {row.wall_ratio:.2f} · {row.cpu_ratio:.2f}"
     return text if row.to_even is None else f"{text}; {row.to_even:.2f} of its even neighbour"
 
 

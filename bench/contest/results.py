@@ -112,7 +112,7 @@ def lead(record: Record, order: Sequence[str]) -> tuple[str, str, float] | None:
 def faults(records: Sequence[Record]) -> list[str]:
     """Why a run is no good, as text: a control out of range, an output of ours that is wrong or missing.
 
-    What ours refuses by an error id is no fault: cpu_flash needs AVX2, or for bfloat16 AVX-512.
+    What ours refuses by an error id is no fault: cpu_flash needs AVX2, or for bfloat16 AVX512_BF16.
     """
     found = []
     for record in records:

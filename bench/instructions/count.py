@@ -3,7 +3,8 @@
 Usage: count.py PROGRAM [--write]. Exit 1 where a call needs over 5 % more than in the baseline; --write stores first.
 
 Two runs of one program differ by less than 0.02 %. Another heap layout, as other code before the call makes it, moves a
-number by 1 to 2 %: malloc takes other paths. Hence the 5 %.
+number by 1 to 2 %: malloc takes other paths. 5 % leaves room for that twice over, so that what fails is a change of
+code.
 """
 
 from __future__ import annotations

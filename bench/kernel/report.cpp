@@ -112,6 +112,11 @@ std::string verdict(const std::vector<Row>& rows, bool has_targets, double other
       add(worst_rms <= kMostRms, format("%s %s rms error at most %.1f times torch's: %.2f", target.dtype,
                                         target.direction, kMostRms, worst_rms));
   }
+  for (const Row& row : rows) {
+    if (row.is_auto || row.threads != 1) continue;
+    text += format("- not judged, kernel=\"auto\" leaves it out: %s %s D=%ld S=%ld at %.2f times torch's speed\n",
+                   row.dtype.c_str(), row.direction.c_str(), row.head_dim, row.seq_len, row.ratio());
+  }
   const double scaling = least_scaling(rows);
   if (!has_targets || scaling == std::numeric_limits<double>::infinity()) return text;
   if (other_load > kMostOtherLoad) {

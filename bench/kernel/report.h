@@ -27,8 +27,8 @@ std::string json(const std::vector<Row>& rows, const std::string& processor);
 
 // What holds on this machine, one line per target; `all_hold` says whether all that were judged do.
 // other_load: threads of others that were running; the scaling to two threads is judged where there were none.
-// has_targets: the processor is one of those whose speed-up is promised; on others nothing may be slower than torch's
-// op.
+// has_targets: the processor is one of those whose speed-up is promised; on others what auto takes may be slower than
+// torch's op by 2 % at most.
 std::string verdict(const std::vector<Row>& rows, bool has_targets, double other_load, bool* all_hold);
 
 }  // namespace ulysses::bench

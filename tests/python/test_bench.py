@@ -162,7 +162,7 @@ def test_a_failed_cell_shows_why_and_a_wrong_output_has_no_time() -> None:
     assert "yunchang not installed" in text and "cpu_flash for float32" in text and "0.50 to 0.50 cores" in text
     assert results.faults([record]) == []  # theirs are results
     record["error"][OURS] = 2.0
-    record["failed"][CONTESTANTS[2].name] = "ValueError: cpu_flash needs AVX-512. Fix: kernel='auto' [CP032]"
+    record["failed"][CONTESTANTS[2].name] = "ValueError: cpu_flash needs AVX2. Fix: kernel='auto' [CP032]"
     assert results.faults([record]) == [f"w2-s256-h8-d64-float32-forward: {OURS}: WRONG: 2 times the allowed error"]
 
 
