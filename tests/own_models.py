@@ -105,7 +105,7 @@ def chrono_edit() -> tuple[torch.nn.Module, dict[str, Any]]:
         patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=8, freq_dim=8, ffn_dim=32, num_layers=2,
         rope_max_seq_len=32, **HEADS,
     )  # fmt: skip
-    return wake(model), FAMILIES["wan"].inputs(7, False)
+    return wake(model), FAMILIES["wan"].inputs(text=7, masked=False)
 
 
 def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -117,7 +117,7 @@ def helios() -> tuple[torch.nn.Module, dict[str, Any]]:
         freq_dim=8, ffn_dim=16, num_layers=40, rope_dim=(4, 4, 4), guidance_cross_attn=False,
         zero_history_timestep=False, has_multi_term_memory_patch=False,
     )  # fmt: skip
-    return wake(model), FAMILIES["wan"].inputs(7, False)
+    return wake(model), FAMILIES["wan"].inputs(text=7, masked=False)
 
 
 def auraflow() -> tuple[torch.nn.Module, dict[str, Any]]:

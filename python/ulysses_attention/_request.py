@@ -73,6 +73,20 @@ def resolve_group(cp_group: ProcessGroup | DeviceMesh | None) -> tuple[ProcessGr
     return cp_group, False
 
 
+def one_group(name: str, group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """The group of a helper that takes one dimension; `name` is the helper's, for the message.
+
+    Errors: CP063 without a group, or for a mesh of several dimensions.
+    """
+    process_group, several = resolve_group(group)
+    if several:
+        raise ValueError(
+            f"[{name}] a mesh of several dimensions does not say over which. Fix: one of them, mesh['cp'], or all "
+            f"ranks as a mesh of one dimension. [CP063]"
+        )
+    return process_group
+
+
 def _joint_lines(joined: JoinedCall) -> str:
     if joined.problem:
         return option_line("joint_problem", joined.problem)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ulysses_attention._numbers import one_group, rows_of_ranks
-from ulysses_attention._request import resolve_group
+from ulysses_attention._request import one_group, resolve_group
+from ulysses_attention._rows_of_ranks import rows_of_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -32,6 +32,13 @@ def _checked_lengths(lengths: tuple[int, ...], cp_rank: int | None) -> Lengths:
     return _C.sequence_layout_from_lengths(list(lengths), cp_rank)
 
 
+def _can_hold(dtype: torch.dtype, fill: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= fill <= most and fill == int(fill)
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class SequenceLayout:
     """Which rank holds which tokens: a value for any length, also shorter than the number of ranks.
@@ -120,9 +127,14 @@ class SequenceLayout:
 
         Shapes: x [.., seq_len, ..] → [.., padded_lengths[rank], ..]; a view where nothing is padded.
         Comm:   none. Backward: the gradient inside zeros; partial, to be summed over the ranks.
-        Errors: ValueError if x has another length.
+        Errors: ValueError if x has another length, or a dtype that cannot hold `fill`.
         """
         self._check_rank(rank)
+        if not _can_hold(x.dtype, fill):
+            raise ValueError(
+                f"[SequenceLayout.shard] fill={fill} is no value of {x.dtype}. Fix: a fill that is, or x of another "
+                f"dtype. [CP012]"
+            )
         if x.size(dim) != self.seq_len:
             along = [other for other in range(x.dim()) if x.size(other) == self.seq_len]
             where = f"dim={along[0]}, along which x has {self.seq_len}" if along else "another dim"

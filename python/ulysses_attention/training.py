@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ulysses_attention._numbers import one_group, rows_of_ranks
+from ulysses_attention._request import one_group
+from ulysses_attention._rows_of_ranks import rows_of_ranks
 from ulysses_attention.layout import SequenceLayout
 
 if TYPE_CHECKING:

@@ -166,3 +166,22 @@ def test_shard_and_gather_and_their_gradients(
         inside.narrow(dim, begin, length).fill_(1.0)
         assert torch.equal(got["shard"], inside)
         begin += length
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.int64, 0.5), (torch.int64, float("nan")), (torch.uint8, -100), (torch.int8, 128), (torch.bool, 2)],
+)
+def test_cp012_a_fill_that_the_dtype_cannot_hold_is_refused_on_every_rank(dtype: torch.dtype, fill: float) -> None:
+    layout = ua.SequenceLayout(5, 2, policy=PAD)
+    for rank in range(2):
+        with pytest.raises(ValueError, match=rf"fill={fill} is no value of {dtype}.*\[CP012\]"):
+            layout.shard(torch.zeros(1, 5, dtype=dtype), rank, fill=fill)
+
+
+def test_a_fill_stands_behind_the_rows_of_a_padded_shard() -> None:
+    layout = ua.SequenceLayout(5, 2, policy=PAD)  # 8 rows on each of the ranks
+    assert layout.shard(torch.arange(5)[None], 0, fill=-100).tolist() == [[0, 1, 2, 3, 4, -100, -100, -100]]
+    assert layout.shard(torch.arange(5)[None], 1, fill=-100).tolist() == [[-100] * 8]
+    assert layout.shard(torch.ones(1, 5, dtype=torch.bool), 0, fill=0).sum() == 5
+    assert layout.shard(torch.zeros(1, 5), 0, fill=float("-inf"))[0, 5:].tolist() == [float("-inf")] * 3
