@@ -68,6 +68,27 @@ def test_processes_give_the_bits_of_one_process(gloo: Callable[[int], ProcessRan
     _assert_same_bits(gloo(2).run(run_cells, CELLS), alone)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_channels_first_tensors_give_the_bits_of_contiguous_ones(dtype: torch.dtype, strategy: str, world: int) -> None:
+    """q, k and v of a convolution: [B, C, S] in memory."""
+    channels = [torch.randn(2, 4 * 16, 30, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)]
+    strided = [x.transpose(1, 2).unflatten(2, (4, 16)) for x in channels]
+
+    def attend(given: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        def on_rank(rank: int, group: Any) -> list[torch.Tensor]:
+            leaves = [x.detach().requires_grad_() for x in given]
+            out = ua.ulysses_attention(*leaves, group, strategy=strategy)
+            assert isinstance(out, torch.Tensor)
+            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+        return ua.run_ranks(on_rank, world)
+
+    for got, want in zip(attend(strided), attend([x.contiguous() for x in strided]), strict=True):
+        assert strided[0].stride(3) != 1 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def _bits(kernel: str, dtype: torch.dtype = torch.float32) -> Numbers:
     cell = Cell(40, (4, 2), dtype=dtype, head_dim=16, kernel=kernel)
     return _on_threads(2, [cell])[0][0]
