@@ -32,9 +32,11 @@ std::vector<base::Problem> environment_problems() {
   }
   std::string unknown;
   flash::admitted({}, variable("ULYSSES_CPU_FEATURES"), &unknown);
-  if (!unknown.empty())
-    problems.push_back(contract::unknown_word("CP031", "ULYSSES_CPU_FEATURES", unknown,
-                                              {"none", "avx2", "avx512", "avx512_bf16", "amx"}));
+  if (!unknown.empty()) {
+    std::vector<std::string_view> known = {"none"};
+    for (const flash::NamedFeature& named : flash::kNamedFeatures) known.push_back(named.word);
+    problems.push_back(contract::unknown_word("CP031", "ULYSSES_CPU_FEATURES", unknown, known));
+  }
   return problems;
 }
 

@@ -1,6 +1,8 @@
 #include "ulysses/kernels/cpu_flash/features.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -30,14 +32,9 @@ Features admitted(const Features& found, std::string_view words, std::string* un
   while (!words.empty()) {
     const std::string_view word = words.substr(0, words.find(','));
     words.remove_prefix(word.size() < words.size() ? word.size() + 1 : word.size());
-    if (word == "avx2") {
-      left.avx2 = found.avx2;
-    } else if (word == "avx512") {
-      left.avx512 = found.avx512;
-    } else if (word == "avx512_bf16") {
-      left.avx512_bf16 = found.avx512_bf16;
-    } else if (word == "amx") {
-      left.amx = found.amx;
+    const auto* named = std::ranges::find(kNamedFeatures, word, &NamedFeature::word);
+    if (named != std::end(kNamedFeatures)) {
+      left.*named->has = found.*named->has;
     } else if (word != "none" && unknown != nullptr && unknown->empty()) {
       *unknown = word;
     }
@@ -72,13 +69,10 @@ bool is_first_choice(const Features& features, std::string_view dtype) {
 
 std::string describe(const Features& features) {
   std::string text;
-  const auto add = [&text](bool has, const char* name) {
-    if (has) text += (text.empty() ? "" : ", ") + std::string(name);
-  };
-  if (!features.avx512) add(features.avx2, "AVX2");
-  add(features.avx512, "AVX-512");
-  add(features.avx512_bf16, "AVX512_BF16");
-  add(features.amx, "AMX");
+  for (const NamedFeature& named : kNamedFeatures) {
+    const bool goes_without_saying = named.has == &Features::avx2 && features.avx512;
+    if (features.*named.has && !goes_without_saying) text.append(text.empty() ? "" : ", ").append(named.shown);
+  }
   return text.empty() ? "none of AVX2, AVX-512 and AMX" : text;
 }
 

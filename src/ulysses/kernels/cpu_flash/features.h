@@ -16,6 +16,16 @@ struct Features {
   bool operator==(const Features&) const = default;
 };
 
+// The features by their words in ULYSSES_CPU_FEATURES, and as they are shown.
+struct NamedFeature {
+  std::string_view word, shown;
+  bool Features::*has;
+};
+inline constexpr NamedFeature kNamedFeatures[] = {{"avx2", "AVX2", &Features::avx2},
+                                                  {"avx512", "AVX-512", &Features::avx512},
+                                                  {"avx512_bf16", "AVX512_BF16", &Features::avx512_bf16},
+                                                  {"amx", "AMX", &Features::amx}};
+
 Features processor_features();
 
 // The features of `found` that a list such as "avx512,avx512_bf16" or "none" leaves; an empty list leaves all.

@@ -6,7 +6,7 @@
 namespace ulysses::kernels::flash {
 namespace {
 
-constexpr int64_t kPieceKeys = 256;  // keys of one packing task
+constexpr int64_t kPieceKeys = 256;  // keys of one packing task: whole tiles, but for the last one
 
 // Queries are cut into tiles of three registers; the last ones have two or one, two of two before a single one is left.
 constexpr int64_t kMostRegisters = 3;
@@ -89,6 +89,12 @@ ULYSSES_INLINE KeyPiece key_piece(const Shape& shape, int64_t task) {
   return {kv_head, {kv_head / shape.kv_heads, kv_head % shape.kv_heads, first, last}};
 }
 
+// kLanes words of a row of x, from word w of `words` on; zero behind the words, and for rows from at.end on.
+template <Type T>
+ULYSSES_INLINE Words row_words(const Rows& x, const HeadRows& at, int64_t row, int64_t w, int64_t words) {
+  return row < at.end ? load_words<T>(row_of<T>(x, at.batch, at.head, row), w, words - w) : Words{};
+}
+
 // Keys of a head → out[key / L][word / L][L keys][L words] with L = kLanes, zero behind the last key.
 template <Type T>
 void pack_key_rows(Word* out, const Shape& shape, const Rows& x, const HeadRows& at) {
@@ -96,11 +102,7 @@ void pack_key_rows(Word* out, const Shape& shape, const Rows& x, const HeadRows&
   for (int64_t s = at.begin; s < at.end; s += kLanes) {
     for (int64_t w = 0; w < words; w += kLanes) {
       Word* tile = out + s / kLanes * row_tile_words<T>(shape) + w * kLanes;
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const bool is_key = s + i < shape.kv_len;
-        const Words row = is_key ? load_words<T>(row_of<T>(x, at.batch, at.head, s + i), w, words - w) : Words{};
-        store(tile + i * kLanes, row);
-      }
+      for (int64_t i = 0; i < kLanes; ++i) store(tile + i * kLanes, row_words<T>(x, at, s + i, w, words));
     }
   }
 }
@@ -108,13 +110,12 @@ void pack_key_rows(Word* out, const Shape& shape, const Rows& x, const HeadRows&
 // The word (row, row + 1) of kLanes columns from d on; float32: row. Rows from at.end on are zero.
 template <Type T>
 ULYSSES_INLINE Words row_pair(const Rows& x, const HeadRows& at, int64_t row, int64_t d) {
-  if (row >= at.end) return Words{};
-  const char* low = row_of<T>(x, at.batch, at.head, row);
   if constexpr (T == Type::kBfloat16) {
-    const char* high = row + 1 < at.end ? row_of<T>(x, at.batch, at.head, row + 1) + d * kBytes<T> : nullptr;
-    return interleaved<T>(low + d * kBytes<T>, high);
+    const auto columns = [&](int64_t of) { return row_of<T>(x, at.batch, at.head, of) + d * kBytes<T>; };
+    if (row >= at.end) return Words{};
+    return interleaved<T>(columns(row), row + 1 < at.end ? columns(row + 1) : nullptr);
   } else {
-    return load_words<T>(low, d, kLanes);
+    return row_words<T>(x, at, row, d, d + kLanes);
   }
 }
 
@@ -122,11 +123,10 @@ ULYSSES_INLINE Words row_pair(const Rows& x, const HeadRows& at, int64_t row, in
 template <Type T>
 void pack_key_columns(Word* out, const Shape& shape, const Rows& x, const HeadRows& at) {
   const int64_t words = key_words<T>(shape);
-  const HeadRows keys{at.batch, at.head, 0, shape.kv_len};
   for (int64_t w = at.begin / kPerWord<T>; w < to_lanes(words_of<T>(at.end)); w += kLanes) {
     for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
       Words r[kLanes];
-      for (int i = 0; i < kLanes; ++i) r[i] = row_pair<T>(x, keys, (w + i) * kPerWord<T>, d);
+      for (int i = 0; i < kLanes; ++i) r[i] = row_pair<T>(x, at, (w + i) * kPerWord<T>, d);
       transpose(r);
       for (int i = 0; i < kLanes; ++i) store(out + d * words + (w + i) * kLanes, r[i]);
     }
@@ -140,10 +140,7 @@ void pack_query_lanes(Word* out, const Shape& shape, const Rows& x, const HeadRo
   for (int j = 0; j < N; ++j) {
     for (int64_t w = 0; w < words; w += kLanes) {
       Words r[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t row = at.begin + j * kLanes + i;
-        r[i] = row < at.end ? load_words<T>(row_of<T>(x, at.batch, at.head, row), w, words - w) : Words{};
-      }
+      for (int i = 0; i < kLanes; ++i) r[i] = row_words<T>(x, at, at.begin + j * kLanes + i, w, words);
       transpose(r);
       for (int i = 0; i < kLanes && w + i < words; ++i) store(out + (w + i) * N * kLanes + j * kLanes, r[i]);
     }
