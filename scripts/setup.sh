@@ -7,8 +7,9 @@ cd "$(dirname "$0")/.."
 torch_version=${TORCH_VERSION:-2.13.0}
 stamp=.venv/setup-done
 wanted="torch $torch_version $(cat requirements-dev.txt scripts/setup.sh | sha256sum)"
+is_set_up() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; }
 missing_extras() { local each; for each in "$@"; do command -v "$each" >/dev/null || echo "$each"; done; }
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -z "$(missing_extras "$@")" ]; then exit 0; fi
+if is_set_up && [ -z "$(missing_extras "$@")" ]; then exit 0; fi
 
 find_python() {
   local candidate
@@ -73,7 +74,7 @@ elif [ -n "$packages" ]; then
   install_packages $packages
 fi
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+if is_set_up; then exit 0; fi
 rm -f "$stamp"
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
   rm -rf .venv

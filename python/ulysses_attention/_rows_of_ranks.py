@@ -1,3 +1,5 @@
+"""A small table of numbers of every rank."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
